@@ -158,16 +158,19 @@ class Rank:
     request_id: Final[str]
     level: Final[int]
     score: Final[float]
+    preemptions: Final[int]
 
     def __init__(
         self,
         request_id: str,
         level: int,
         score: float,
+        preemptions: int = 0,
     ) -> None:
         self.request_id = request_id
         self.level = level
         self.score = score
+        self.preemptions = preemptions
 
 
 @final

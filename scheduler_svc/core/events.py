@@ -159,6 +159,10 @@ class Progress:
     predicted_remaining_tokens: Final[float | None]
     merged: Final[Merged | None]
     """Counts of several rounds; None for one."""
+    recorded: bool
+    """Whether the caller has written the tokens to the record, or is writing them: no `Commit` answers them.
+    Never with an end.
+    """
 
     def __init__(
         self,
@@ -176,6 +180,7 @@ class Progress:
         accepted_by_position: tuple[int, ...] = (),
         predicted_remaining_tokens: float | None = None,
         merged: Merged | None = None,
+        recorded: bool = False,
     ) -> None:
         self.request_id = request_id
         self.lease_epoch = lease_epoch
@@ -191,6 +196,7 @@ class Progress:
         self.accepted_by_position = accepted_by_position
         self.predicted_remaining_tokens = predicted_remaining_tokens
         self.merged = merged
+        self.recorded = recorded
 
     @property
     def rounds(self) -> int:
@@ -254,6 +260,30 @@ class RoundReported:
     free_draft_blocks: int
     rounds: int = 1
     """Rounds that this covers; the times are sums over them."""
+
+    @property
+    def verified(self) -> int:
+        """Return how many sequences the rounds verified; the others only had context computed."""
+        return sum([progress.rounds for progress in self.progress])
+
+    @property
+    def prefilled(self) -> int:
+        """Return the context tokens that were computed in these rounds."""
+        return sum([progress.prefilled for progress in self.progress])
+
+    def service_s(self, progress: Progress, verified: int, prefilled: int) -> float:
+        """Return the machine seconds that one of the requests has attained: an equal share of each round for
+        all requests that it verified (for all that took part, if it verified nothing), and a share of the
+        prefill by the tokens computed. `verified`, `prefilled`: those of the report.
+        """
+        seconds = 0.0
+        if progress.rounds:
+            seconds = (self.draft_s + self.verify_s) / verified * progress.rounds
+        elif not verified:
+            seconds = (self.draft_s + self.verify_s) / len(self.progress)
+        if progress.prefilled:
+            seconds += self.prefill_s * progress.prefilled / prefilled
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)

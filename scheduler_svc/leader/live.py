@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Standing, StoryLine
-from scheduler_svc.core.events import Recovered, RequestFacts
+from scheduler_svc.core.commands import Commit, Standing, StoryLine
+from scheduler_svc.core.events import Progress, Recovered, RequestFacts
 from scheduler_svc.leader.tracing import RequestTrace
 from scheduler_svc.store.records import NewRequest, StoredRequest, standing_at_arrival
 from scheduler_svc.wire import replies, reports, requests
@@ -59,13 +59,22 @@ class Live:
     """Hard deadline and soft limit, on the loop's clock."""
     time_limit_s: float | None
     standing: Standing
-    """Progress as the record has it; as are the next five fields."""
+    """Its progress; also of tokens that are being written."""
     lease_epoch: int = 0
     worker_id: str | None = None
     deaths: int = 0
     death_round: int = 0
-    """Deaths of its workers, and its rounds at the last one; as in `Request`, and as the record has them."""
+    """Lease, deaths of its workers, and its rounds at the last one; as in `Request`, and as the record has
+    them.
+    """
     committed: array[int] = field(default_factory=lambda: array("i"))
+    """Tokens that the record has."""
+    taken: int = 0
+    """Number of these, and of those that are being written."""
+    settling: bool = False
+    """Whether another transition of it is decided and not on the record. Until then no reported tokens are
+    taken: the core decides about them.
+    """
     attachments: dict[str, Attachment] = field(default_factory=dict)
     limits: tuple[Cancellable, ...] = ()
     """Timers of its deadline and its time limit."""
@@ -127,12 +136,63 @@ class Live:
         """Return the logprobs of committed tokens, for a request with logprobs."""
         return [self.logprobs.get(at, replies.UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
+    def takes(self, progress: Progress, worker_id: str) -> bool:
+        """Return whether reported tokens continue it, so that they can be written before the core has them."""
+        return (
+            progress.position == self.taken
+            and progress.lease_epoch == self.lease_epoch
+            and worker_id == self.worker_id
+            and progress.end is None
+            and bool(progress.tokens)
+            and not self.settling
+        )
+
+    def take(self, progress: Progress, service_s: float) -> Commit:
+        """Return the transition that writes the tokens of a report, which it takes. `service_s`: machine seconds
+        that it attained in that round.
+        """
+        was = self.standing
+        now = self.standing = Standing(
+            was.rounds + progress.rounds,
+            was.drafts + progress.drafts,
+            was.drafted + progress.drafted,
+            was.accepted + progress.accepted,
+            was.attained_s + service_s,
+            was.preemptions,
+            was.level,
+            was.score,
+        )
+        self.taken += len(progress.tokens)
+        return Commit(
+            progress.request_id,
+            progress.lease_epoch,
+            progress.position,
+            progress.tokens,
+            now,
+            end=None,
+            cut_characters=0,
+            detail="",
+            story=(),
+        )
+
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
         """Append what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
         fresh = tokens[len(self.committed) - position :]
         if fresh and self.first_token_s is None:
             self.first_token_s = now_s
         self.committed.extend(fresh)
+        self.taken = max(self.taken, len(self.committed))
+
+    def read_again(self, stored: StoredRequest | None, now_s: float) -> None:
+        """Take over what the record has, after it refused a transition; None: it has nothing. No tokens are
+        removed: what the record lacks is written back.
+        """
+        if stored is not None:
+            self.append(len(self.committed), stored.committed_ids[len(self.committed) :], now_s)
+            self.standing = stored.standing
+            self.lease(stored.lease_epoch, stored.worker_id, now_s)
+            self.deaths, self.death_round = stored.deaths, stored.death_round
+        self.taken = len(self.committed)
 
     def finish(self, end: End, detail: str, cut_characters: int, now_s: float) -> None:
         """Store the one end of the request; it is delivered with everything that its attachments have not
@@ -230,6 +290,7 @@ def from_record(stored: StoredRequest) -> Live:
     """Rebuild the working copy of one request, unfinished or ended, from the record."""
     live = from_submission(stored, requests.accepted_before(stored))
     live.committed.extend(stored.committed_ids)
+    live.taken = len(live.committed)
     live.standing = stored.standing
     live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id
     live.deaths, live.death_round = stored.deaths, stored.death_round

@@ -6,10 +6,15 @@ turns at once replaces them together.
 A turn:
   1. take what is in the inbox, up to a bound, and the timers that are due;
   2. write new requests to the record, and send "accepted" for those that it took;
-  3. `core.step(now, events)`;
-  4. carry out the record commands in one pipeline, again and again until the record has answered;
-  5. only then: acknowledge reports, mark committed tokens for delivery to clients, send drops,
-     specifications, assignments.
+  3. write the tokens that workers have reported, and the transitions that the core decided in the turn before, as
+     one batch, again and again until the record has answered;
+  4. while it works: `core.step(now, events)`, which decides the transitions of the next turn;
+  5. only after the answer: mark committed tokens for delivery to clients, acknowledge reports, send drops,
+     specifications, assignments of the turn before.
+
+Tokens that continue a request under its lease need no decision (`Live.takes`): the core counts them. Everything
+else that a worker reports waits for the core, and so does all that follows for the same request until the record
+has it.
 
 One task has all of it, so there is no lock: while it awaits the record, no other task changes the state. A
 refusal of the record is an event of the next turn. Every end of a request (finished, cancelled, deadline,
@@ -33,7 +38,6 @@ from laps_sd.service.log import get_logger
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import (
     Assign,
-    Command,
     Commit,
     Drained,
     Drop,
@@ -53,6 +57,7 @@ from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import (
+    TRANSITIONS,
     DrainOrdered,
     FromGateway,
     FromWorker,
@@ -60,6 +65,7 @@ from scheduler_svc.leader.turn import (
     Item,
     LeadInDoubt,
     Timers,
+    Transition,
     Turn,
     WorkerClosed,
     WorkerOpened,
@@ -74,8 +80,6 @@ from scheduler_svc.wire.checks import MAX_TOKEN_ID
 
 log = get_logger(__name__)
 
-RecordCommand = Commit | Finish | Release | Lease
-RECORD_COMMANDS = (Commit, Finish, Release, Lease)
 MAX_INBOX = 20_000
 """Items that may wait for a turn; with more, streams are no longer read."""
 MAX_TURN = 256
@@ -126,6 +130,8 @@ class Loop:
         self._inbox: deque[Item] = deque()
         self._arrived = asyncio.Event()
         self._next_events: list[Event] = []
+        self._decided: Turn | None = None
+        """The turn before, if the record must have its transitions before the rest of it is carried out."""
         self._saved_priors = ""
         self._mean_request_s: float | None = None
         """Machine seconds left per unfinished request, when there last was one."""
@@ -206,7 +212,9 @@ class Loop:
         self.timers.at(now_s, self._observe_queue)
         if events:
             log.info("recovered", requests=len(events), workers=len(self.roster.workers))
-            await self._carry_out(Turn(now_s), self.core.step(now_s, events))
+            turn = Turn(now_s, events=events)
+            self._decide(turn)
+            self._decided = turn
 
     async def run(self) -> None:
         """Run turn after turn, until `Fenced` is raised out of it."""
@@ -219,7 +227,7 @@ class Loop:
             await self._turn(items)
 
     async def _wait(self) -> None:
-        if self._inbox or self._next_events:
+        if self._inbox or self._next_events or self._decided is not None:
             await asyncio.sleep(0)  # let the streams' handlers send what the last turn decided
             return
         next_s = self.timers.next_s
@@ -250,11 +258,7 @@ class Loop:
             await self.clients.answer_from_record(turn)
         if turn.departures:
             await self.clients.depart(turn)
-        due = turn.events or self.core.has_suspects
-        commands = self.core.step(turn.now_s, turn.events) if due else []
-        if turn.events:
-            metrics.observe_estimates(self.core.estimate_errors.latest)
-        await self._carry_out(turn, commands)
+        await self._write_and_decide(turn)
         for chore in turn.chores:
             await chore()
         metrics.observe_turn(turn.events)
@@ -304,12 +308,21 @@ class Loop:
                 turn.events.append(WorkerDraining(session.worker_id))
 
     def _handle_report(self, turn: Turn, session: WorkerSession, report: reports.Report) -> None:
-        turn.events.append(report.event)
+        event, worker_id = report.event, session.worker_id
+        turn.events.append(event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
-        for progress in report.event.progress:
+        verified, prefilled = event.verified, event.prefilled
+        for progress in event.progress:
             live = self.clients.live.get(progress.request_id)
-            if live is not None and live.started_s is None:
-                live.started_s = max(live.facts.arrival_s, turn.now_s - report.event.total_s)
+            if live is None:
+                continue
+            if live.started_s is None:
+                live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
+            if live.takes(progress, worker_id):
+                turn.taken.append(live.take(progress, event.service_s(progress, verified, prefilled)))
+                progress.recorded = True
+            else:
+                turn.needs_core.add(session)
         for one in report.details:
             live = self.clients.live.get(one.request_id)
             if live is not None:
@@ -386,30 +399,104 @@ class Loop:
 
     # Act.
 
-    async def _carry_out(self, turn: Turn, commands: Sequence[Command]) -> None:
-        record = [command for command in commands if isinstance(command, RECORD_COMMANDS)]
-        refused: set[str] = set()
-        statuses, lost = await self._record(record)
-        for transition, status in zip(record, statuses, strict=True):
+    async def _write_and_decide(self, turn: Turn) -> None:
+        """Write what the turn before has decided and the tokens of this turn. While the record works, the core
+        decides about this turn.
+        """
+        before, self._decided = self._decided, None
+        decided = before.transitions if before is not None else []
+        if decided or turn.taken:
+            writing = asyncio.create_task(self._record([*decided, *turn.taken]))
+            try:
+                await asyncio.sleep(0)  # it is sent now
+                self._decide(turn)
+            except BaseException:
+                writing.cancel()
+                raise
+            for transition in decided:
+                if (live := self.clients.live.get(transition.request_id)) is not None:
+                    live.settling = False
+            await self._recorded_or_refused(turn, [*decided, *turn.taken], *await writing)
+        else:
+            self._decide(turn)
+        if before is not None:
+            before.refused |= turn.refused
+            self._carry_out(before)
+        for session in turn.acknowledge.keys() - turn.needs_core:
+            session.acknowledge(turn.acknowledge.pop(session))
+        if turn.transitions:
+            self._decided = turn
+        else:
+            self._carry_out(turn)
+
+    def _decide(self, turn: Turn) -> None:
+        """Have the core decide about the events of a turn."""
+        if not turn.events and not self.core.has_suspects:
+            return
+        turn.commands = self.core.step(turn.now_s, turn.events)
+        for command in turn.commands:
+            if not isinstance(command, TRANSITIONS):
+                continue
+            live = self.clients.live.get(command.request_id)
+            if isinstance(command, Commit) and live is not None and _is_known(command, live):
+                live.standing = command.standing
+                continue
+            turn.transitions.append(command)
+            if live is not None:
+                live.settling = True
+        if turn.events:
+            metrics.observe_estimates(self.core.estimate_errors.latest)
+
+    async def _recorded_or_refused(
+        self,
+        turn: Turn,
+        transitions: Sequence[Transition],
+        statuses: Sequence[TransitionStatus],
+        lost: Mapping[str, TransitionStatus],
+    ) -> None:
+        """Carry the answers of the record into the working copy. What this turn has decided about a request for
+        which the record refused something goes: the core decided it in a wrong state.
+        """
+        refused = turn.refused
+        for transition, status in zip(transitions, statuses, strict=True):
             if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
                 self._recorded(transition, turn.now_s)
-            else:
+            elif transition.request_id not in refused:
                 refused.add(transition.request_id)
                 kind = type(transition).__name__.lower()
                 await self._refused(transition.request_id, kind, status, turn.now_s)
         unfoldable = {request_id: status for request_id, status in lost.items() if request_id not in refused}
         await self._unfoldable(unfoldable, turn.now_s)
         refused.update(unfoldable)
-        for command in commands:
+        if not refused:
+            return
+        for transition in turn.transitions:
+            if isinstance(transition, Finish) and transition.request_id in refused:
+                self._next_events.append(
+                    EndRequested(transition.request_id, transition.end, transition.detail)
+                )
+        turn.transitions = [one for one in turn.transitions if one.request_id not in refused]
+        for request_id in refused:
+            if (live := self.clients.live.get(request_id)) is not None:
+                live.settling = False
+
+    def _carry_out(self, turn: Turn) -> None:
+        """Carry out what the record need not have, or has by now."""
+        for command in turn.commands:
             match command:
                 case Rank(request_id):
                     if (live := self.clients.live.get(request_id)) is not None:
-                        live.standing = replace(live.standing, level=command.level, score=command.score)
+                        live.standing = replace(
+                            live.standing,
+                            level=command.level,
+                            score=command.score,
+                            preemptions=command.preemptions,
+                        )
                 case Drop(worker_id, requests):
                     if (session := self.roster.session(worker_id)) is not None:
                         session.drop(requests)
                 case Assign():
-                    self._assign(command, refused, turn.now_s)
+                    self._assign(command, turn.refused, turn.now_s)
                 case Drained(worker_id):
                     if (session := self.roster.session(worker_id)) is not None:
                         session.drained()
@@ -422,15 +509,13 @@ class Loop:
         self.clients.answer_cancelled(turn)
 
     async def _record(
-        self, commands: list[RecordCommand]
+        self, commands: Sequence[Transition]
     ) -> tuple[list[TransitionStatus], dict[str, TransitionStatus]]:
         """Write the commands, and retry: while the record is away nothing is shown and nothing is decided.
         Return the answers, and requests that the record was found to have lost.
 
         Sending the same again is safe: the record answers ALREADY for what it has. Raises Fenced.
         """
-        if not commands:
-            return [], {}
         began_s = time.perf_counter()
         batch, answers = self._batch_of(commands)
         await until_answered(self.outage, batch.execute, fenced=self.confirm_lead)
@@ -511,10 +596,12 @@ class Loop:
         metrics.WRITTEN_BACK.labels("leader").inc(len(behind))
         log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
 
-    def _batch_of(self, commands: list[RecordCommand]) -> tuple[Batch, list[Pending[list[TransitionStatus]]]]:
+    def _batch_of(
+        self, commands: Sequence[Transition]
+    ) -> tuple[Batch, list[Pending[list[TransitionStatus]]]]:
         """Return the commands as one batch, a run of one kind together, and its answers."""
         batch = self.store.batch()
-        queue: dict[type[RecordCommand], Callable[..., Pending[list[TransitionStatus]]]] = {
+        queue: dict[type[Transition], Callable[..., Pending[list[TransitionStatus]]]] = {
             Commit: batch.commit,
             Finish: batch.finish,
             Release: batch.release,
@@ -522,13 +609,14 @@ class Loop:
         }
         return batch, [queue[kind](list(run)) for kind, run in itertools.groupby(commands, type)]
 
-    def _recorded(self, command: RecordCommand, now_s: float) -> None:
+    def _recorded(self, command: Transition, now_s: float) -> None:
         live = self.clients.live.get(command.request_id)
         if live is None:
             return
         match command:
             case Commit():
-                live.standing = command.standing
+                if command.standing.rounds >= live.standing.rounds:
+                    live.standing = command.standing
                 live.append(command.position, command.tokens, now_s)
                 if command.end is not None:
                     self._ended(live, command, now_s)
@@ -569,11 +657,8 @@ class Loop:
         if live is None:
             return
         stored = await self._read(request_id)
+        live.read_again(stored, now_s)
         if stored is not None:
-            live.append(len(live.committed), stored.committed_ids[len(live.committed) :], now_s)
-            live.standing = stored.standing
-            live.lease(stored.lease_epoch, stored.worker_id, now_s)
-            live.deaths, live.death_round = stored.deaths, stored.death_round
             if stored.end is not None:
                 self._ended(live, _as_ended(stored), now_s)
                 return
@@ -649,6 +734,11 @@ class Loop:
             entry.last_report_s = now_s  # the watchdog counts from the time when there is work
         entry.listed = len(entries)
         entry.session.assign(entries)
+
+
+def _is_known(commit: Commit, live: Live) -> bool:
+    """Return whether a commit adds nothing to what is on the record or being written."""
+    return commit.end is None and commit.position + len(commit.tokens) <= live.taken
 
 
 def _as_commit(finish: Finish, live: Live) -> Commit:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.commands import Command, Commit, Finish, Lease, Release
 from scheduler_svc.core.events import Event
 from scheduler_svc.leader.live import Live
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
@@ -74,6 +75,11 @@ class LeadInDoubt:
 Item = FromGateway | GatewayClosed | WorkerOpened | FromWorker | WorkerClosed | DrainOrdered | LeadInDoubt
 
 
+Transition = Commit | Finish | Release | Lease
+"""A command of the core for the record."""
+TRANSITIONS = (Commit, Finish, Release, Lease)
+
+
 @dataclass
 class Turn:
     """One turn of the loop."""
@@ -95,8 +101,20 @@ class Turn:
     """Attaches to requests that are not led here; they are looked up in the record."""
     unknown_submits: list[tuple[GatewaySession, Submission, str]] = field(default_factory=list)
     """Submissions that the record answered with a request that is not led here, and its id."""
+    taken: list[Commit] = field(default_factory=list)
+    """Reported tokens that this turn writes before the core has them."""
     acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
     """Newest report of each worker that can be acknowledged once this turn is on the record."""
+    needs_core: set[WorkerSession] = field(default_factory=set)
+    """Workers with reports that are on the record only with the transitions that the core decides."""
+    commands: list[Command] = field(default_factory=list)
+    """Decisions of the core."""
+    transitions: list[Transition] = field(default_factory=list)
+    """Those of them that the record must have first. The next turn writes them."""
+    refused: set[str] = field(default_factory=set)
+    """Requests for which the record refused a transition while or after the core decided: they are left out of
+    lists.
+    """
     departures: list[tuple[GatewaySession, Detach | Cancel | None]] = field(default_factory=list)
     """Detaches, cancels and closed streams (None), in order. Handled after this turn's admissions, which they
     may be about.

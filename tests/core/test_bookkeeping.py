@@ -483,10 +483,11 @@ class TestWhatARoundTeachesAndCosts:
         assert scheduler.estimate_errors.latest == []
 
 
-def test_an_eviction_that_moves_no_level_is_not_recorded() -> None:
+def test_an_eviction_that_pauses_nothing_and_moves_no_level_is_not_recorded() -> None:
     scheduler = core()
     scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("a", prompt_tokens=10))])
     scheduler.step(1.0, [report(did("a", 0, 3))])
+    scheduler.step(1.5, [report(residency=(ResidencyChange("a", 1, Residency.HOST),))])
     before = of(scheduler, "a")
     commands = scheduler.step(2.0, [report(residency=(ResidencyChange("a", 1, Residency.NONE),))])
     assert of(scheduler, "a").level == before.level

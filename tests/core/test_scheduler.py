@@ -517,7 +517,7 @@ class TestReports:
         after = scheduler.explain("a", 3.0)
         assert before is not None and after is not None
         assert after.level > before.level
-        assert Rank("a", after.level, after.index_s) in commands
+        assert Rank("a", after.level, after.index_s, preemptions=1) in commands
 
     def test_an_end_teaches_the_rounds_that_were_seen(self) -> None:
         scheduler = core()

@@ -25,18 +25,19 @@ class Learner:
         self._estimate_errors = estimate_errors
 
     def learn_round(
-        self, report: RoundReported, prefilled: int, present: list[tuple[Progress, Request]], worker: Worker
-    ) -> int:
-        """Learn the costs of a round from its report and from the requests that are `present` in the shard;
-        return how many sequences the round verified; the others only had context computed. Of rounds that
-        were merged their mean is learnt, and the sequences are counted in each of them.
+        self,
+        report: RoundReported,
+        verified: int,
+        prefilled: int,
+        present: list[tuple[Progress, Request]],
+        worker: Worker,
+    ) -> None:
+        """Learn the costs of a round from its report (`verified`, `prefilled`: as it counts them) and from the
+        requests that are `present` in the shard. Of rounds that were merged their mean is learnt, and the
+        sequences are counted in each of them.
         """
         seconds = report.draft_s + report.verify_s
-        verified = drafted_by_all = 0
-        for progress in report.progress:
-            if progress.rounds:
-                verified += progress.rounds
-                drafted_by_all += progress.drafted
+        drafted_by_all = sum([progress.drafted for progress in report.progress if progress.rounds])
         context = tokens = drafted = accepted = 0
         for progress, request in present:
             if progress.rounds:
@@ -62,7 +63,6 @@ class Learner:
         worker.accepted += weight * (accepted / report.rounds - worker.accepted)
         if report.total_s > 0:
             worker.tokens_per_s += weight * (tokens / report.total_s - worker.tokens_per_s)
-        return verified
 
     def learn_end(self, end: End, request: Request) -> None:
         """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""

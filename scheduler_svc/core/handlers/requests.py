@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Finish, Rank
+from scheduler_svc.core.commands import Finish
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import Recovered, RequestFacts
 from scheduler_svc.core.placement.ledger import Ledger
@@ -40,7 +40,7 @@ class Requests:
         request.record_event(ledger.now_s, "arrived")
         self._enter(request)
         request.remember_estimate()
-        ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
+        ledger.rank(request)
 
     def recovered(self, event: Recovered, ledger: Ledger) -> None:
         """Enter a request as the record has it, in place of what is known of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from laps_sd.contract.choose import Residency
-from scheduler_svc.core.commands import Commit, Rank, StoryLine
+from scheduler_svc.core.commands import Commit, StoryLine
 from scheduler_svc.core.events import Progress, RoundReported
 from scheduler_svc.core.handlers.deaths import Deaths
 from scheduler_svc.core.handlers.draining import move_running
@@ -33,13 +33,16 @@ class Rounds:
         self._deaths = deaths
 
     def reported(self, report: RoundReported, ledger: Ledger) -> None:
-        """Apply one report. What names another lease epoch changes nothing, and is dropped."""
+        """Apply one report. What names another lease epoch is dropped, and counts only if it is on the record."""
         worker = self._shard.workers.get(report.worker_id)
         members = worker.members if worker is not None else {}
         present: list[tuple[Progress, Request]] = []
+        verified, prefilled = report.verified, report.prefilled
         for progress in report.progress:
             request = members.get(progress.request_id)
             if request is None or request.lease_epoch != progress.lease_epoch:
+                if progress.recorded:
+                    self._left(progress, report, verified, prefilled, ledger)
                 ledger.drop(report.worker_id, progress.request_id, progress.lease_epoch)
             elif progress.position > request.emitted:
                 # It has tokens that neither the record nor this core has: its state cannot be trusted.
@@ -56,13 +59,12 @@ class Rounds:
         worker.free_target_blocks = report.free_target_blocks
         worker.free_draft_blocks = report.free_draft_blocks
         if present:
-            prefilled = sum([progress.prefilled for progress in report.progress])
-            verified = self._learner.learn_round(report, prefilled, present, worker)
+            self._learner.learn_round(report, verified, prefilled, present, worker)
             self._who_ran(present, worker, ledger)
             worker.charge_reserve(report.rounds)
             for progress, request in present:
-                self._charge(progress, request, report, prefilled, verified)
-                self._progressed(progress, request, verified, ledger)
+                self._charge(progress, request, report, verified, prefilled)
+                self._progressed(progress, request, ledger)
         for change in report.residency:
             member = worker.members.get(change.request_id)
             if member is not None and member.lease_epoch == change.lease_epoch:
@@ -86,6 +88,7 @@ class Rounds:
                     ledger.refresh(request)
         for request in [request for request in worker.running.values() if request.last_report != this]:
             self._pause(request, worker, self._why_paused(request, best), ledger)
+            ledger.rank(request)
         for request in newcomers:
             request.record_event(
                 ledger.now_s, "resumed" if request.started else "started", f"on worker {worker.worker_id}"
@@ -114,25 +117,44 @@ class Rounds:
         return f"outranked by a request with {theirs}; this one has {its}"
 
     def _charge(
-        self, progress: Progress, request: Request, report: RoundReported, prefilled: int, verified: int
+        self, progress: Progress, request: Request, report: RoundReported, verified: int, prefilled: int
     ) -> None:
-        """Charge the attained service: an equal share of each round to all requests that it verified (to all
-        that took part, if it verified nothing), and a share of the prefill by the tokens computed.
-        """
-        seconds = 0.0
-        if progress.rounds:
-            seconds = (report.draft_s + report.verify_s) / verified * progress.rounds
-        elif not verified:
-            seconds = (report.draft_s + report.verify_s) / len(report.progress)
-        if progress.prefilled:
-            seconds += report.prefill_s * progress.prefilled / prefilled
+        seconds = report.service_s(progress, verified, prefilled)
         request.attained_s += seconds
         if request.account is not None:
             self._shard.charge(request.account, seconds, request.attained_s)
 
-    def _progressed(self, progress: Progress, request: Request, verified: int, ledger: Ledger) -> None:
-        tokens = progress.tokens[request.emitted - progress.position :]
+    def _left(
+        self, progress: Progress, report: RoundReported, verified: int, prefilled: int, ledger: Ledger
+    ) -> None:
+        """Count tokens that the record took of a request before the request left the worker."""
+        request = self._shard.requests.get(progress.request_id)
+        reached = progress.position + len(progress.tokens)
+        if request is not None and progress.position <= request.emitted < reached:
+            self._charge(progress, request, report, verified, prefilled)
+            self._count(progress, request, ledger)
+            ledger.rerank(request)
+
+    def _progressed(self, progress: Progress, request: Request, ledger: Ledger) -> None:
         position = request.emitted
+        tokens = self._count(progress, request, ledger)
+        if progress.end is None:
+            level = request.rank.level
+            self._reside(request, Residency.DEVICE, ledger)
+            request.remember_estimate()
+            if not progress.recorded:
+                ledger.write(_commit(progress, request, position, tokens, ()))
+            elif request.rank.level != level:
+                ledger.rank(request)
+        else:
+            request.record_event(ledger.now_s, "ended", progress.end.value)
+            ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
+            self._learner.learn_end(progress.end, request)
+            self._shard.leave(request)
+
+    def _count(self, progress: Progress, request: Request, ledger: Ledger) -> tuple[int, ...]:
+        """Count the progress of a request, and learn from it. Return its new tokens."""
+        tokens = progress.tokens[request.emitted - progress.position :]
         request.emitted += len(tokens)
         request.speculated(progress.drafts, progress.drafted, progress.accepted, self._policy.looks_back)
         workload_class = request.facts.workload_class
@@ -157,23 +179,16 @@ class Rounds:
             )
         if progress.predicted_remaining_tokens is not None:
             self._requests.predicted(request, progress.predicted_remaining_tokens, request.emitted)
-        if progress.end is None:
-            self._reside(request, Residency.DEVICE, ledger)
-            request.remember_estimate()
-            ledger.write(_commit(progress, request, position, tokens, ()))
-        else:
-            request.record_event(ledger.now_s, "ended", progress.end.value)
-            ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
-            self._learner.learn_end(progress.end, request)
-            self._shard.leave(request)
+        return tokens
 
     def _moved_memory(self, request: Request, residency: Residency, worker: Worker, ledger: Ledger) -> None:
-        if request.running and residency is not Residency.DEVICE:
+        paused = request.running and residency is not Residency.DEVICE
+        if paused:
             self._pause(request, worker, NO_BLOCKS, ledger)
         level = request.rank.level
         self._reside(request, residency, ledger)
-        if request.rank.level != level:
-            ledger.write(Rank(request.request_id, request.rank.level, request.order_key[1]))
+        if paused or request.rank.level != level:
+            ledger.rank(request)
 
     def _reside(self, request: Request, residency: Residency, ledger: Ledger) -> None:
         """Set where the KV of a request lies, rank it again, and add changes to its story."""

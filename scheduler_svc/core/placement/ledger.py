@@ -26,9 +26,15 @@ class Ledger:
         self._record: list[Command] = []
         self._drops: dict[str, list[tuple[str, int]]] = {}
 
-    def write(self, command: Commit | Finish | Rank) -> None:
+    def write(self, command: Commit | Finish) -> None:
         """Add a transition of the record that changes no lease."""
         self._record.append(command)
+
+    def rank(self, request: Request) -> None:
+        """Note that the place of a request in the queue changed without a commit."""
+        self._record.append(
+            Rank(request.request_id, request.rank.level, request.order_key[1], request.preemptions)
+        )
 
     def drop(self, worker_id: str, request_id: str, lease_epoch: int) -> None:
         """Make a worker forget a request, whatever the core knows of either."""
@@ -73,7 +79,7 @@ class Ledger:
             Release(request.request_id, request.lease_epoch, request.deaths, request.death_round)
         )
         self._take_off(request, tell_worker=tell_worker)
-        self._record.append(Rank(request.request_id, request.rank.level, request.order_key[1]))
+        self.rank(request)
 
     def move(self, request: Request, worker: Worker, why: str) -> None:
         """Move a request from one list to another in one transition of the record. `why` describes that

@@ -62,8 +62,11 @@ class Leader:
         self._submitted = 0
 
     async def turn(self, *items: Item) -> None:
-        """Run one turn, and read the messages that it sent."""
+        """Run one turn and the next, which carries out what the first has decided; read the messages that they
+        sent.
+        """
         await self.loop._turn(items)
+        await self.loop._turn(())
         while self.gateway.take():
             pass
         for reply in self.worker.take():

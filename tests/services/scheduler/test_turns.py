@@ -1,0 +1,292 @@
+"""What one turn of a leader does with the reports of workers, over a real record."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from laps_sd.service.config import load
+from laps_sd.service.tracing import QUIET
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
+from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.leader.loop import Loop
+from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.probes import Probes
+from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
+from scheduler_svc.leader.tracing import RequestTraces
+from scheduler_svc.leader.turn import DrainOrdered, FromGateway, FromWorker, Item, WorkerOpened
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.store import Store
+from tests.services.scheduler.peers import worker_hello
+
+STOP = gateway_pb.RequestEnd.KIND_STOP
+
+
+class Worker:
+    """One connected worker, whose reports the test makes."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.session = WorkerSession(worker_id, worker_id, "cpu", "pair")
+        self.specifications: dict[str, worker_pb.LeasedSpecification] = {}
+        self.listed: list[str] = []
+        self.dropped: list[str] = []
+        self.acknowledged = 0
+        self._reports = 0
+
+    def opens(self, **hello: Any) -> WorkerOpened:
+        return WorkerOpened(self.session, worker_hello(self.worker_id, **hello))
+
+    def reports(self, *progress: worker_pb.RequestProgress) -> FromWorker:
+        """Return the message with the next report: one round of these requests."""
+        self._reports += 1
+        report = worker_pb.RoundReport(number=self._reports, progress=progress, verify_s=0.01, total_s=0.01)
+        return FromWorker(
+            self.session, worker_pb.WorkerMessage(reports=worker_pb.RoundReports(reports=[report]))
+        )
+
+    def progress(
+        self, request_id: str, position: int, *tokens: int, **more: Any
+    ) -> worker_pb.RequestProgress:
+        lease_epoch = self.specifications[request_id].lease_epoch
+        return worker_pb.RequestProgress(
+            request_id=request_id, lease_epoch=lease_epoch, position=position, token_ids=tokens, **more
+        )
+
+    def read(self) -> None:
+        """Read the messages that wait for it."""
+        self.session._acknowledge_alone()
+        for reply in self.session.take():
+            for leased in reply.specifications.specifications:
+                self.specifications[leased.specification.request_id] = leased
+            if reply.HasField("assignment"):
+                self.listed = [entry.request_id for entry in reply.assignment.entries]
+            self.dropped += [dropped.request_id for dropped in reply.drop.requests]
+            self.acknowledged = max(self.acknowledged, reply.acknowledged.number)
+
+
+class Leader:
+    """A leader's loop, one gateway and workers; a turn is run when the test says so."""
+
+    def __init__(self, store: Store, settings: SchedulerSettings) -> None:
+        core_settings = CoreSettings()
+        self.store = store
+        self.core = Scheduler(policy_named("laps-sd", core_settings), core_settings, Priors())
+        self.loop = Loop(
+            probes=Probes(),
+            settings=settings,
+            core=self.core,
+            store=store,
+            clock=lambda: 1_700_000_000.0,
+            outage=Outage(),
+            traces=RequestTraces(QUIET, shard=settings.shard, policy="laps-sd"),
+        )
+        self.workers = [Worker("w1"), Worker("w2")]
+        self.tokens: dict[str, list[int]] = {}
+        """Tokens that clients have, by request."""
+        self.ends: dict[str, int] = {}
+        self._gateway = GatewaySession("g")
+
+    async def turn(self, *items: Item) -> None:
+        """Run one turn, and read what it sent."""
+        await self.loop._turn(items)
+        while replies := self._gateway.take():
+            for reply in replies:
+                for delivery in reply.deliveries.deliveries:
+                    self.tokens.setdefault(delivery.request_id, []).extend(delivery.token_ids)
+                    if delivery.HasField("end"):
+                        self.ends[delivery.request_id] = delivery.end.kind
+        for worker in self.workers:
+            worker.read()
+
+    async def submit(self, request_id: str, **more: Any) -> None:
+        """Submit a request, and run the turns in which it is put on a list."""
+        submit = gateway_pb.Submit(
+            submission_id=1,
+            request_id=request_id,
+            tenant="t",
+            specification=gateway_pb.Specification(
+                request_id=request_id, prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=64, top_p=1.0)
+            ),
+            attachment_id=f"{request_id}-client",
+            model="m",
+            **more,
+        )
+        await self.turn(FromGateway(self._gateway, gateway_pb.GatewayMessage(submit=submit)))
+        await self.turn()
+
+    def counted(self, request_id: str) -> int:
+        """Return the output tokens that the core has counted."""
+        explanation = self.core.explain(request_id, 1_700_000_000.0)
+        assert explanation is not None
+        return explanation.emitted
+
+    async def recorded(self, request_id: str) -> tuple[int, ...]:
+        stored = await self.store.read(request_id)
+        assert stored is not None
+        return stored.committed_ids
+
+
+@pytest.fixture
+async def leader(valkey: EmbeddedServer, shard: str) -> AsyncIterator[Leader]:
+    settings = load(SchedulerSettings, {"redis_url": valkey.url, "shard": shard}, environ={})
+    store = Store.open(valkey.url, shard)
+    assert await store.acquire_leadership(owner="here", lease_s=600.0)
+    leader = Leader(store, settings)
+    await leader.loop.recover()
+    yield leader
+    await store.close()
+
+
+async def test_tokens_are_shown_and_acknowledged_in_the_turn_that_takes_them(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+
+    await leader.turn(worker.reports(worker.progress("r", 0, 7, 8)))
+
+    assert leader.tokens["r"] == [7, 8]
+    assert worker.acknowledged == 1
+    assert leader.counted("r") == 2
+    assert await leader.recorded("r") == (7, 8)
+
+
+async def test_two_reports_in_one_turn_continue_each_other(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+
+    await leader.turn(
+        worker.reports(worker.progress("r", 0, 7, 8)), worker.reports(worker.progress("r", 2, 9))
+    )
+
+    assert leader.tokens["r"] == [7, 8, 9]
+    assert worker.acknowledged == 2
+    assert leader.counted("r") == 3
+    assert await leader.recorded("r") == (7, 8, 9)
+
+
+async def test_an_end_is_shown_and_acknowledged_in_the_turn_after(leader: Leader) -> None:
+    """The others of its round do not wait for it."""
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("short")
+    await leader.submit("long")
+
+    await leader.turn(
+        worker.reports(worker.progress("short", 0, 7, end=STOP), worker.progress("long", 0, 8, 9))
+    )
+    assert leader.tokens == {"long": [8, 9]}
+    assert worker.acknowledged == 0, "a worker that is lost now must send the end again"
+
+    await leader.turn()
+    assert leader.tokens == {"long": [8, 9], "short": [7]}
+    assert leader.ends == {"short": STOP}
+    assert worker.acknowledged == 1
+
+
+async def test_what_follows_an_end_in_the_same_turn_is_not_shown(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+
+    await leader.turn(worker.reports(worker.progress("r", 0, 7, end=STOP)))
+    await leader.turn(worker.reports(worker.progress("r", 1, 8)))
+    await leader.turn()
+
+    assert leader.tokens["r"] == [7]
+    assert leader.ends == {"r": STOP}
+    assert worker.acknowledged == 2
+
+
+async def test_a_repeated_report_adds_nothing_and_is_acknowledged(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    await leader.turn(worker.reports(worker.progress("r", 0, 7, 8)))
+
+    await leader.turn(worker.reports(worker.progress("r", 0, 7, 8)))
+
+    assert leader.tokens["r"] == [7, 8]
+    assert leader.counted("r") == 2
+    assert worker.acknowledged == 2
+
+
+async def test_tokens_after_a_gap_are_dropped_with_the_request(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+
+    await leader.turn(worker.reports(worker.progress("r", 5, 7)))
+    await leader.turn()
+
+    assert leader.tokens == {}
+    assert worker.dropped == ["r"]
+    assert await leader.recorded("r") == ()
+
+
+async def test_tokens_of_another_worker_s_request_are_not_taken(leader: Leader) -> None:
+    [holder, other] = leader.workers
+    await leader.turn(holder.opens())
+    await leader.submit("r")
+    await leader.turn(other.opens())
+    other.specifications = holder.specifications
+
+    await leader.turn(other.reports(other.progress("r", 0, 7)))
+    await leader.turn()
+
+    assert leader.tokens == {}
+    assert other.dropped == ["r"]
+    assert leader.counted("r") == 0
+
+
+async def test_tokens_count_where_the_request_leaves_its_worker_in_the_same_turn(leader: Leader) -> None:
+    """The worker drains, so that the core moves the request, which did not run yet, before it has the report
+    with its first tokens. The record has them: the next worker continues after them.
+    """
+    [leaving, staying] = leader.workers
+    await leader.turn(leaving.opens())
+    await leader.submit("r")
+    await leader.turn(staying.opens())
+
+    await leader.turn(DrainOrdered("w1"), leaving.reports(leaving.progress("r", 0, 7, 8)))
+    await leader.turn()
+    assert leader.tokens["r"] == [7, 8]
+    assert staying.listed == ["r"]
+    assert list(staying.specifications["r"].specification.committed_ids) == [7, 8]
+    assert leader.counted("r") == 2
+
+    await leader.turn(staying.reports(staying.progress("r", 2, 9)))
+    assert leader.tokens["r"] == [7, 8, 9]
+    assert staying.dropped == []
+
+
+async def test_no_tokens_are_taken_while_a_decision_is_not_on_the_record(leader: Leader) -> None:
+    """Between the turn that decides to move a request and the next one, which writes it, its first worker
+    reports once more: the tokens go with the lease.
+    """
+    [leaving, staying] = leader.workers
+    await leader.turn(leaving.opens())
+    await leader.submit("r")
+    await leader.turn(staying.opens())
+
+    await leader.turn(DrainOrdered("w1"))
+    await leader.turn(leaving.reports(leaving.progress("r", 0, 7, 8)))
+    await leader.turn()
+
+    assert leader.tokens == {}
+    assert leaving.dropped == ["r"]
+    assert staying.listed == ["r"]
+    assert leader.counted("r") == 0
+    assert await leader.recorded("r") == ()
+    explanation = leader.core.explain("r", 1_700_000_000.0)
+    assert explanation is not None
+    assert "recovered" not in [line.what for line in explanation.story], "the record had nothing to refuse"
