@@ -139,11 +139,13 @@ MISTAKES = (
     ),
     Mistake(
         "the log is not read",
-        "store.py",
+        "reading.py",
         "                return read_log(entries, await self._newest_entry())",
-        "                return EMPTY",
+        '                return Log("", {})',
     ),
-    Mistake("a reader that does not know the newest entry", "store.py", "await self._newest_entry())", '"")'),
+    Mistake(
+        "a reader that does not know the newest entry", "reading.py", "await self._newest_entry())", '"")'
+    ),
     Mistake(
         "an old leader clears the log",
         "lua/clear.lua",

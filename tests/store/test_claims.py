@@ -91,10 +91,10 @@ async def test_a_refusal_does_not_take_the_key_from_a_newer_submission(
     """A leader is paused between the refusal and the release of the key, while its successor accepts the
     key."""
     paused, other = await open_shard(), await open_shard()
-    await paused._claim([("r1", paused._idempotency_key(keyed("r1")))])
+    await paused.claims.claim([keyed("r1")])
     await accept(paused, keyed("r2"))
 
-    await paused._unclaim([("r1", paused._idempotency_key(keyed("r1")))])
+    await paused.claims.release([("r1", paused.claims.key_of(keyed("r1")))])
 
     [result] = await other.submit([keyed("r3")])
     assert result.status is SubmitStatus.ELSEWHERE

@@ -912,7 +912,7 @@ class TestLeadership:
     ) -> None:
         standby = Waiting(open_store)
         with monkeypatch.context() as cut:
-            cut.setattr(standby.store, "_send", unreachable)
+            cut.setattr(standby.store.transport, "_send", unreachable)
             with pytest.raises(StoreUnavailable):
                 await standby.takes_over()
         await client.delete(store.keys.leader())
@@ -933,7 +933,7 @@ class TestLeadership:
         await client.delete(store.keys.leader())
         await standby.waits(briefly=True)
         with monkeypatch.context() as cut:
-            cut.setattr(standby.store, "_send", unreachable)
+            cut.setattr(standby.store.transport, "_send", unreachable)
             with pytest.raises(StoreUnavailable):
                 await standby.takes_over()
 
@@ -977,7 +977,7 @@ class TestLeadership:
         await client.delete(*await keys_of(client, store.keys.prefix))
         assert await store.reclaim_leadership(newest_sequence=0) is True
         with monkeypatch.context() as cut:
-            cut.setattr(store, "_send", unreachable)
+            cut.setattr(store.transport, "_send", unreachable)
             with pytest.raises(StoreUnavailable):
                 await store.reclaimed()
 
@@ -1012,8 +1012,8 @@ class TestLeadership:
             await send(*_, **__)
             raise StoreUnavailable("cut off")
 
-        send = store._send
-        monkeypatch.setattr(store, "_send", lost)
+        send = store.transport._send
+        monkeypatch.setattr(store.transport, "_send", lost)
         with pytest.raises(StoreUnavailable):
             await store.acquire_leadership(owner="a:1", lease_s=60)
         monkeypatch.undo()

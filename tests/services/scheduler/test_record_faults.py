@@ -541,7 +541,7 @@ async def test_a_request_that_has_ended_is_not_restored_by_a_worker_that_missed_
         await client.submit("r1")
         running = (await gpu.assigned("r1"))["r1"]
         await gpu.run_round("r1", running.lease_epoch, 0, [10], end=STOP)
-        await first.store._client.delete(first.store.keys.request("r1"))  # as if it had expired
+        await first.store.transport.client.delete(first.store.keys.request("r1"))  # as if it had expired
         await first.crash()
     second = await start_own()
     async with worker(second.address, held=[held_by_a_worker(running, [10])]) as gpu:

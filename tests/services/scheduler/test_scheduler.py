@@ -313,7 +313,7 @@ async def test_a_leader_that_was_replaced_ends_its_streams(start: StartScheduler
     async with gateway(leader.address) as client:
         await client.next("hello")
         # As if it was paused, its lease ran out and another scheduler took over.
-        await leader.store._client.set(leader.store.keys.leader(), "99:other 127.0.0.1:1", px=60_000)
+        await leader.store.transport.client.set(leader.store.keys.leader(), "99:other 127.0.0.1:1", px=60_000)
         await client.wait_ended()
 
         assert leader.leadership.loop is None
@@ -789,11 +789,13 @@ async def test_nothing_is_left_when_all_is_done(scheduler: SchedulerUnderTest) -
     await asyncio.sleep(0)
     keys = [
         key
-        async for key in scheduler.store._client.scan_iter(match=f"laps-sd:{{{scheduler.settings.shard}}}:*")
+        async for key in scheduler.store.transport.client.scan_iter(
+            match=f"laps-sd:{{{scheduler.settings.shard}}}:*"
+        )
     ]
     assert keys
     for key in keys:
-        assert await scheduler.store._client.pttl(key) > 0, f"{key} has no expiry"
+        assert await scheduler.store.transport.client.pttl(key) > 0, f"{key} has no expiry"
 
 
 async def _ended(scheduler: SchedulerUnderTest, request_id: str) -> bool:
