@@ -135,13 +135,16 @@ MISTAKES = (
         "self.has_entries, self.ahead = False, False\n\n\nclass Plan",
     ),
     Mistake(
-        "a reader that trusts its copy after a loss", "store.py", "        self.tails.ahead = True\n", ""
+        "a reader that trusts its copy after a loss",
+        "store.py",
+        "            self.tails.ahead = True\n",
+        "            pass\n",
     ),
     Mistake(
         "the log is not read",
         "reading.py",
-        "                return read_log(entries, await self._newest_entry())",
-        '                return Log("", {})',
+        "        return read_log(await self.log_entries(), await self._newest_entry())",
+        '        return Log("", {})',
     ),
     Mistake(
         "a reader that does not know the newest entry", "reading.py", "await self._newest_entry())", '"")'
@@ -182,7 +185,9 @@ def is_found(mistake: Mistake, folder: Path) -> str | None:
         path.write_text(source, encoding="utf-8")
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if ran.returncode not in (0, 1):
-        return f"pytest ended with {ran.returncode}: {ran.stdout[-500:]}"
+        raise SystemExit(
+            f"{mistake.name}: pytest ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-500:]}"
+        )
     return failed[0].split(" - ")[0] if failed else None
 
 
