@@ -11,14 +11,13 @@ from laps_sd.service.log import get_logger
 from laps_sd.service.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from scheduler_svc.leader.leadership import Leadership
+from scheduler_svc.record import open_record
 from scheduler_svc.roles import ClientRoles
 from scheduler_svc.rpc.autoscaling import ExternalScaler
 from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import SchemaMismatch
 from scheduler_svc.store.records import Limits
-from scheduler_svc.store.servers import RedisTls, SentinelUser
-from scheduler_svc.store.store import Store
 
 log = get_logger(__name__)
 
@@ -40,23 +39,14 @@ _STARTED_UNIX_S = time.time() - time.monotonic()
 async def serve(settings: SchedulerSettings) -> None:
     """Wire store, leadership and servicers; serve until a signal."""
     app = ServiceApp("scheduler", settings, authorize=ClientRoles(settings.client_roles).check)
-    sentinel_user = None
-    if settings.redis_sentinel_password_file is not None:
-        sentinel_user = SentinelUser(
-            username=settings.redis_sentinel_user, password_file=settings.redis_sentinel_password_file
-        )
-    store = Store.open(
-        settings.redis_url,
-        settings.shard,
+    store = open_record(
+        settings,
         limits=Limits(
             max_requests=settings.max_requests,
             max_tokens=settings.max_queued_tokens,
             max_requests_per_tenant=settings.max_requests_per_tenant,
         ),
         finished_ttl_s=settings.finished_ttl_s,
-        tls=RedisTls(ca=settings.redis_tls_ca, cert=settings.redis_tls_cert, key=settings.redis_tls_key),
-        password_file=settings.redis_password_file,
-        sentinel_user=sentinel_user,
         wait_replicas=settings.redis_wait_replicas,
         clock=steady_unix_clock,
     )

@@ -41,7 +41,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def _exec(module: str, context: typer.Context, extra: str) -> NoReturn:
-    if importlib.util.find_spec(module) is None:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise StartupError(f"The {extra} is not installed: pip install 'laps-sd[{extra}]'.")
     os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606  this process becomes it
 
@@ -62,6 +62,12 @@ def scheduler(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Run one worker. `laps-sd worker --help` lists its settings."""
     _exec("worker_svc", context, "worker")
+
+
+@app.command(context_settings=PASS_ON)
+def record(context: typer.Context) -> None:
+    """Print the record of a shard from Redis; needs no scheduler. `laps-sd record --help` lists its settings."""
+    _exec("scheduler_svc.dump", context, "scheduler")
 
 
 @app.command(context_settings=PASS_ON)

@@ -28,8 +28,13 @@ class Reader:
         self._transport = transport
         self._keys = keys
 
-    async def requests(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
-        """Return requests as their own keys hold them; None for one that is not there."""
+    async def requests(
+        self, request_ids: Sequence[str], *, payload: bool = True
+    ) -> list[StoredRequest | None]:
+        """Return requests as their own keys hold them; None for one that is not there, or that lacks tokens.
+
+        `payload`: False leaves out prompt, submission, features and story.
+        """
         # Not in a transaction, which a full server refuses. The hash is read first: tokens are only ever
         # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is
         # committed in between.
@@ -40,10 +45,13 @@ class Reader:
             for request_id in request_ids:
                 pipeline.hgetall(self._keys.request(request_id))
                 pipeline.get(self._keys.tokens(request_id))
-                pipeline.hgetall(self._keys.payload(request_id))
-            replies = await pipeline.execute()
-        parts = zip(request_ids, replies[0::3], replies[1::3], replies[2::3], strict=True)
-        return [stored_request(*part) for part in parts]
+                if payload:
+                    pipeline.hgetall(self._keys.payload(request_id))
+            replies = iter(await pipeline.execute())
+        return [
+            stored_request(request_id, next(replies), next(replies), next(replies) if payload else {})
+            for request_id in request_ids
+        ]
 
     async def index(self) -> AsyncIterator[list[str]]:
         """Yield the ids of all unfinished requests in the order of arrival, a chunk at a time."""
@@ -60,6 +68,10 @@ class Reader:
 
     async def log(self) -> Log:
         """Return the log."""
+        return read_log(await self.log_entries(), await self._newest_entry())
+
+    async def log_entries(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Return the entries of the log, oldest first, as (id, fields)."""
         entries: list[tuple[bytes, dict[bytes, bytes]]] = []
         while True:
             after = f"({entries[-1][0].decode()}" if entries else "-"
@@ -67,7 +79,7 @@ class Reader:
                 some = await self._transport.client.xrange(self._keys.log(), after, "+", count=_LOG_CHUNK)
             entries += some
             if len(some) < _LOG_CHUNK:
-                return read_log(entries, await self._newest_entry())
+                return entries
 
     async def _newest_entry(self) -> str:
         """Return the id of the newest entry that the log ever had; empty without a log."""

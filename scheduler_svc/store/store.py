@@ -100,7 +100,7 @@ class Store:
         self.transport = Transport(servers, timeout_s=timeout_s, wait_replicas=wait_replicas)
         self._lease = LeadershipLease(self.transport, self.keys, monotonic)
         self.claims = Claims(self.transport, self.keys, self.finished_ttl_ms)
-        self._reader = Reader(self.transport, self.keys)
+        self.reader = Reader(self.transport, self.keys)
         self.expires_with = self.claims.expires_with
 
         # What one part does alone.
@@ -110,9 +110,9 @@ class Store:
         self.claim_again, self.settle_claims = self.claims.claim, self.claims.settle
         self.learn_idempotency_keys = self.claims.learn
         self.expire_together, self.let_go = self.claims.expire_together, self.claims.let_go
-        self.unfinished_ids, self.reached = self._reader.unfinished_ids, self._reader.reached
-        self.count_unfinished, self.last_sequence = self._reader.count_unfinished, self._reader.last_sequence
-        self.load_priors, self.load_probes = self._reader.load_priors, self._reader.load_probes
+        self.unfinished_ids, self.reached = self.reader.unfinished_ids, self.reader.reached
+        self.count_unfinished, self.last_sequence = self.reader.count_unfinished, self.reader.last_sequence
+        self.load_priors, self.load_probes = self.reader.load_priors, self.reader.load_probes
 
     @classmethod
     def open(
@@ -437,10 +437,10 @@ class Store:
         """
         leads = self.epoch is not None
         # The log first: what is folded in between, the requests' own keys hold by then.
-        log = await self._reader.log()
-        async for request_ids in self._reader.index():
+        log = await self.reader.log()
+        async for request_ids in self.reader.index():
             unfinished = []
-            for request in await self._reader.requests(request_ids):
+            for request in await self.reader.requests(request_ids):
                 if request is not None and request.end is None:
                     continued = log.continued(request)
                     unfinished.append(continued)
@@ -476,9 +476,9 @@ class Store:
     async def _read(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
         """Return requests with what the log has of them."""
         knows = self.tails_are_read and not self.tails.ahead
-        log = EMPTY if knows else await self._reader.log()
+        log = EMPTY if knows else await self.reader.log()
         found: list[StoredRequest | None] = []
-        for stored in await self._reader.requests(request_ids):
+        for stored in await self.reader.requests(request_ids):
             if stored is not None and stored.end is None:
                 stored = self.tails.continued(stored) if knows else log.continued(stored)
             if stored is not None and knows:

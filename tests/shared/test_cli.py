@@ -52,7 +52,7 @@ def as_a_process(
     )
 
 
-PROCESSES = ("up", "gateway", "scheduler", "worker", "bench")
+PROCESSES = ("up", "gateway", "scheduler", "worker", "record", "bench")
 """Commands that become another program, or change what signals do."""
 
 
