@@ -32,10 +32,26 @@ def arguments(description: str) -> argparse.Namespace:
         "--fake-round-s", type=float, default=0.8, help="round time of the fake workers (default 0.8)"
     )
     parser.add_argument(
+        "--carried",
+        type=numbers,
+        default=[8, 16, 32],
+        help="numbers of synthetic workers that one shard may carry, a run each; empty leaves them out",
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=250, help="median output of the synthetic workers (default 250)"
+    )
+    parser.add_argument(
         "--round-s",
         type=float,
         default=0.05,
-        help="round time of the worker for which workers per shard are given (default 0.05)",
+        help="round time of the synthetic workers, and of the worker for which workers per shard are given "
+        "(default 0.05)",
+    )
+    parser.add_argument(
+        "--round-spread",
+        type=float,
+        default=0.0,
+        help="share by which a round of a synthetic worker may be shorter or longer (default 0)",
     )
     parser.add_argument("--backlog", type=int, default=5_000, help="queued requests of the whole scheduler")
     parser.add_argument("--goal-ms", type=float, default=GOAL_MS, help=argparse.SUPPRESS)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import multiprocessing
-import random
 import time
 import urllib.request
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import redis as redis_client
 
+from bench._control.client import Client
 from bench.report import progress
 from scheduler_svc.core import COMPILED
 
@@ -80,76 +78,6 @@ def read_scheduler(url: str, record: redis_client.Redis) -> Reading:
     )
 
 
-class Client:
-    """Gateway link that keeps a constant number of requests unfinished, and receives the tokens."""
-
-    def __init__(self, shard: str) -> None:
-        self.unfinished = 0
-        self.wanted = 0
-        self.accepted = 0
-        self._shard = shard
-        self._number = 0
-        self._rng = random.Random(1)
-        self._news = asyncio.Event()
-
-    def want(self, count: int) -> None:
-        self.wanted = count
-        self._news.set()
-
-    async def messages(self) -> AsyncIterator[Any]:
-        from laps_sd.v1 import gateway_link_pb2 as pb
-
-        yield pb.GatewayMessage(hello=pb.GatewayHello(gateway_id="bench", protocol_versions=[1]))
-        while True:
-            while self.unfinished < self.wanted:
-                self.unfinished += 1
-                self._number += 1
-                yield pb.GatewayMessage(submit=self._submit())
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._news.wait()
-            yield pb.GatewayMessage(heartbeat=pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000))
-
-    def _submit(self) -> Any:
-        from laps_sd.v1 import gateway_link_pb2 as pb
-        from laps_sd.v1.inference_pb2 import SamplingParams
-
-        rng = self._rng
-        request_id = f"{self._shard}.{self._number:026d}"
-        specification = pb.Specification(
-            request_id=request_id,
-            prompt_ids=[rng.randrange(1, 1000) for _ in range(rng.randint(16, 64))],
-            sampling=SamplingParams(
-                max_tokens=MAX_TOKENS,
-                temperature=1.0,
-                top_p=1.0,
-                seed=self._number,
-            ),
-        )
-        return pb.Submit(
-            submission_id=self._number,
-            request_id=request_id,
-            tenant="bench",
-            specification=specification,
-            attachment_id=request_id,
-            model="laps-sd-demo",
-        )
-
-    async def listen(self, call: Any) -> None:
-        async for message in call:
-            kind = message.WhichOneof("message")
-            if kind == "deliveries":
-                ended = sum(delivery.HasField("end") for delivery in message.deliveries.deliveries)
-                if ended:
-                    self.unfinished -= ended
-                    self._news.set()
-            elif kind == "submit_reply":
-                if message.submit_reply.HasField("refused"):
-                    raise RuntimeError(f"a submission was refused: {message.submit_reply.refused.detail}")
-                self.accepted += 1
-
-
 async def watch(
     options: argparse.Namespace, address: str, metrics_url: str, shard: str, record: redis_client.Redis
 ) -> dict[str, Any]:
@@ -172,7 +100,7 @@ async def watch(
         while client.accepted < count:
             await pause(0.1)
 
-    client = Client(shard)
+    client = Client(shard, max_tokens=MAX_TOKENS)
     async with grpc.aio.insecure_channel(address) as channel:
         listening = asyncio.create_task(client.listen(GatewayLinkStub(channel).Connect(client.messages())))
         listed = options.fake_workers * options.slots * 2

@@ -27,7 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-SMALL = ("--queued", "200", "--workers", "2", "--slots", "4", "--reports", "20")
+SMALL = ("--queued", "200", "--workers", "2", "--slots", "4", "--reports", "20", "--carried", "")
 
 
 def test_rows_of_the_core_and_of_the_whole_scheduler_are_written(tmp_path):
