@@ -8,7 +8,7 @@ import hashlib
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 
-from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop
+from scheduler_svc.core.commands import Assign, Command, Commit, Drained, Drop, Lease, Release
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
@@ -17,6 +17,7 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerUp,
 )
+from scheduler_svc.core.merged_rounds import MergedRounds
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -50,20 +51,26 @@ class Cluster:
         settings: CoreSettings | None = None,
         *,
         priors: Priors | None = None,
+        heard_per_s: float | None = None,
         digest: bool = False,
         check: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
+        """`heard_per_s`: reports that the core receives in a second. The others wait, as those of a large shard
+        do, while their tokens count at once. None: the core receives each report when it is there.
+        """
         settings = settings or CoreSettings()
         self._by_id = {job.request_id: job for job in jobs}
         if len(self._by_id) != len(jobs):
             raise ValueError("two jobs have the same request id")
         self.scheduler = Scheduler(make_policy(self._by_id, settings), settings, priors or Priors())
+        self._rounds = None if heard_per_s is None else MergedRounds(heard_per_s)
+        self._leases: dict[str, Lease] = {}
         self._machine = machine
         self._workers: dict[str, VirtualWorker] = {}
         self._fates = {job.request_id: Fate(job) for job in jobs}
         self._emitted = dict.fromkeys(self._by_id, 0)
-        self._rounds = dict.fromkeys(self._by_id, 0)
+        self._rounds_of = dict.fromkeys(self._by_id, 0)
         self._ended = 0
         self._outcome = Outcome(
             list(self._fates.values()),
@@ -128,13 +135,21 @@ class Cluster:
 
     def _step(self, now_s: float, events: list[Event]) -> None:
         outcome, scheduler = self._outcome, self.scheduler
-        outcome.steps += 1
         for event in events:
             if isinstance(event, RoundReported):
                 self._charge_levels(event)
             elif isinstance(event, WorkerUp):
                 self._workers[event.facts.worker_id] = VirtualWorker(event.facts, self._machine)
-        commands = scheduler.step(now_s, events)
+        received = events
+        if self._rounds is not None:
+            for event in events:
+                if isinstance(event, RoundReported):
+                    self._take(now_s, event)
+            received = self._rounds.due(events, now_s, self._worker_of)
+        commands: list[Command] = []
+        if received or scheduler.has_suspects:
+            commands = scheduler.step(now_s, received)
+            outcome.steps += 1
         if self._check:
             scheduler.check()
         if self._hash is not None:
@@ -153,6 +168,8 @@ class Cluster:
         for command in commands:
             if isinstance(command, Commit):
                 self._committed(now_s, command)
+            elif isinstance(command, Lease | Release):
+                self._leased(command)
             elif isinstance(command, Drained):
                 self._at(now_s, WorkerLost(command.worker_id))
         if self._machine.message_s:
@@ -184,18 +201,49 @@ class Cluster:
                 continue
             fate = self._fates[progress.request_id]
             if rank.perceptible and fate.perceptible_after is None:
-                fate.perceptible_after = self._rounds[progress.request_id] + 1
+                fate.perceptible_after = self._rounds_of[progress.request_id] + 1
+
+    def _worker_of(self, request_id: str) -> str | None:
+        lease = self._leases.get(request_id)
+        return None if lease is None else lease.worker_id
+
+    def _leased(self, command: Lease | Release) -> None:
+        before = self._worker_of(command.request_id)
+        if before is not None and self._rounds is not None:
+            self._rounds.hurry(before)
+        if isinstance(command, Lease):
+            self._leases[command.request_id] = command
+        else:
+            self._leases.pop(command.request_id, None)
+
+    def _take(self, now_s: float, report: RoundReported) -> None:
+        """Count the tokens of a report that need no decision, as a leader writes them before the core has them."""
+        for progress in report.progress:
+            lease = self._leases.get(progress.request_id)
+            if (
+                progress.end is None
+                and progress.tokens
+                and progress.position == self._emitted[progress.request_id]
+                and lease is not None
+                and (lease.worker_id, lease.lease_epoch) == (report.worker_id, progress.lease_epoch)
+            ):
+                self._gained(now_s, progress.request_id, len(progress.tokens))
+                progress.recorded = True
+
+    def _gained(self, now_s: float, request_id: str, tokens: int) -> None:
+        """Count the tokens of one round."""
+        if not self._emitted[request_id]:
+            self._fates[request_id].first_token_s = now_s
+        self._emitted[request_id] += tokens
+        self._rounds_of[request_id] += 1
 
     def _committed(self, now_s: float, command: Commit) -> None:
         request_id = command.request_id
-        fate = self._fates[request_id]
-        if command.position != self._emitted[request_id] or fate.finished_s:
+        fate, known = self._fates[request_id], self._emitted[request_id] - command.position
+        if (known and self._rounds is None) or known < 0 or fate.finished_s:
             raise RuntimeError(f"{request_id}: tokens lost or committed twice")
-        if command.tokens:
-            if not command.position:
-                fate.first_token_s = now_s
-            self._emitted[request_id] += len(command.tokens)
-            self._rounds[request_id] += 1
+        if len(command.tokens) > known:
+            self._gained(now_s, request_id, len(command.tokens) - known)
         if command.end is not None:
             fate.finished_s = now_s
             fate.preemptions = command.standing.preemptions
@@ -224,7 +272,7 @@ class Cluster:
         """Return the committed state of a request, or None after its end."""
         if self._fates[request_id].finished_s:
             return None
-        return Specification(self._by_id[request_id], self._rounds[request_id], self._emitted[request_id])
+        return Specification(self._by_id[request_id], self._rounds_of[request_id], self._emitted[request_id])
 
     def _round(self, now_s: float, worker: VirtualWorker) -> None:
         """Run the next round of a worker, and schedule its end and its report."""

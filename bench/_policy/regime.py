@@ -86,10 +86,27 @@ def make_policy(spec: str, jobs: Mapping[str, Job], machine: Machine, settings: 
     return Oracle(settings, jobs, machine) if name == "oracle" else policy_named(name, settings)
 
 
+HEARD_PER_S = "heard_per_s"
+"""What a policy's settings may name beside those of the core: reports that the core receives in a second; the rest wait
+and are merged (`scheduler_svc/core/merged_rounds.py`)."""
+
+
 def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
     """Return the settings of a policy: `NAME:setting=value,setting=value` sets those that differ from the
     regime's.
     """
+    own = _own_settings(spec)
+    own.pop(HEARD_PER_S, None)
+    return described(CoreSettings, {**common, **own}, spec)
+
+
+def heard_per_s_of(spec: str) -> float | None:
+    """Return how many reports a second the core receives; None: each of them."""
+    found = _own_settings(spec).get(HEARD_PER_S)
+    return None if found is None else float(found)
+
+
+def _own_settings(spec: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = part.partition("=")
@@ -97,4 +114,4 @@ def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
             own[key] = tomllib.loads(f"value = {value}")["value"]
         except ValueError:
             raise ValueError(f"{spec}: {key} must be true, false or a number, not {value!r}") from None
-    return described(CoreSettings, {**common, **own}, spec)
+    return own

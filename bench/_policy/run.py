@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bench._policy.regime import Regime, make_policy, settings_of
+from bench._policy.regime import Regime, heard_per_s_of, make_policy, settings_of
 from bench._simulations import run_all
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
@@ -52,6 +52,7 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
         lambda by_id, settings: make_policy(spec, by_id, machine, settings),
         settings_of(spec, regime.settings),
         priors=taught(history),
+        heard_per_s=heard_per_s_of(spec),
     ).run()
     return {**figures(outcome, machine, regime.workers), "cpu_s": time.process_time() - began_s}
 

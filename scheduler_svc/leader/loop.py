@@ -47,6 +47,7 @@ from scheduler_svc.core.commands import (
     Release,
 )
 from scheduler_svc.core.events import EndRequested, Event, Refused, WorkerDraining
+from scheduler_svc.core.merged_rounds import MergedRounds
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered
@@ -130,6 +131,8 @@ class Loop:
         self._inbox: deque[Item] = deque()
         self._arrived = asyncio.Event()
         self._next_events: list[Event] = []
+        self._rounds = MergedRounds()
+        """Reports that the core has not received."""
         self._decided: Turn | None = None
         """The turn before, if the record must have its transitions before the rest of it is carried out."""
         self._saved_priors = ""
@@ -332,6 +335,7 @@ class Loop:
                     live.record_logprobs(one.position, one.logprobs)
 
     def _observe_queue(self, turn: Turn) -> None:
+        self._rounds.hurry_late(turn.now_s, OBSERVE_S)
         self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
         turn.chores += [self._settle_claims, self._tidy_log]
@@ -431,21 +435,30 @@ class Loop:
 
     def _decide(self, turn: Turn) -> None:
         """Have the core decide about the events of a turn."""
-        if not turn.events and not self.core.has_suspects:
+        events = self._rounds.due(turn.events, turn.now_s, self._worker_of)
+        if not events and not self.core.has_suspects:
             return
-        turn.commands = self.core.step(turn.now_s, turn.events)
+        turn.commands = self.core.step(turn.now_s, events)
         for command in turn.commands:
             if not isinstance(command, TRANSITIONS):
                 continue
             live = self.clients.live.get(command.request_id)
-            if isinstance(command, Commit) and live is not None and _is_known(command, live):
-                live.standing = command.standing
-                continue
-            turn.transitions.append(command)
             if live is not None:
+                if isinstance(command, Commit):
+                    if _is_known(command, live):
+                        live.standing = command.standing
+                        continue
+                    command = _without_known(command, live)
+                elif isinstance(command, Lease | Release) and live.worker_id is not None:
+                    self._rounds.hurry(live.worker_id)
                 live.settling = True
-        if turn.events:
+            turn.transitions.append(command)
+        if events:
             metrics.observe_estimates(self.core.estimate_errors.latest)
+
+    def _worker_of(self, request_id: str) -> str | None:
+        live = self.clients.live.get(request_id)
+        return None if live is None else live.worker_id
 
     async def _recorded_or_refused(
         self,
@@ -739,6 +752,12 @@ class Loop:
 def _is_known(commit: Commit, live: Live) -> bool:
     """Return whether a commit adds nothing to what is on the record or being written."""
     return commit.end is None and commit.position + len(commit.tokens) <= live.taken
+
+
+def _without_known(commit: Commit, live: Live) -> Commit:
+    """Return a commit without the tokens that are on the record or being written."""
+    known = live.taken - commit.position
+    return replace(commit, position=live.taken, tokens=commit.tokens[known:]) if known > 0 else commit
 
 
 def _as_commit(finish: Finish, live: Live) -> Commit:

@@ -6,9 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit
-from scheduler_svc.core.events import Arrived, Merged, Progress, RoundReported, WorkerUp
+from scheduler_svc.core.events import (
+    Arrived,
+    EndRequested,
+    Event,
+    Merged,
+    Progress,
+    Refused,
+    ResidencyChange,
+    RoundReported,
+    WorkerDraining,
+    WorkerLost,
+    WorkerUp,
+)
+from scheduler_svc.core.merged_rounds import MOST_ROUNDS, MergedRounds
 from scheduler_svc.core.scheduler import Scheduler
 from tests.core.test_scheduler import W, core, request
 
@@ -139,3 +153,134 @@ def test_the_debt_of_the_reserved_share_is_that_of_all_rounds() -> None:
 
     assert debts[1] == pytest.approx(3 * debts[0], rel=0.05)
     assert debts[0] > 0
+
+
+def on_record(*progress: Progress, worker_id: str = "w", **more: object) -> RoundReported:
+    taken = tuple(replace(one, recorded=one.end is None) for one in progress)
+    return replace(reported(*taken), worker_id=worker_id, **more)  # type: ignore[arg-type]
+
+
+def due(rounds: MergedRounds, *events: Event, at_s: float = 1.0) -> list[RoundReported]:
+    """Return the reports that the core receives with these events."""
+    received = rounds.due(events, at_s, lambda _: None)
+    assert all(isinstance(event, RoundReported) for event in received)
+    return received  # type: ignore[return-value]  # the line before
+
+
+def hurried(rounds: MergedRounds, worker_id: str) -> list[RoundReported]:
+    rounds.hurry(worker_id)
+    return due(rounds)
+
+
+class TestMergedRounds:
+    """Reports that wait, and what they become. Ten workers are known, so that each waits 50 ms."""
+
+    def waiting(self) -> MergedRounds:
+        rounds = MergedRounds()
+        for number in range(10):
+            due(rounds, on_record(of_b(0), worker_id=f"w{number}"), at_s=0.0)
+        assert due(rounds, on_record(of_b(0), worker_id="w0")), "its interval is over"
+        return rounds
+
+    def test_reports_that_continue_each_other_become_one(self) -> None:
+        rounds, position = self.waiting(), 0
+        for number, (tokens, accepted) in enumerate(ROUNDS):
+            one = on_record(of_a(position, tokens, accepted), of_b(number), worker_id="w0")
+            assert due(rounds, one) == []
+            position += tokens
+
+        [merged] = hurried(rounds, "w0")
+
+        assert merged.progress == (replace(A_MERGED, recorded=True), replace(B_MERGED, recorded=True))
+        assert (merged.rounds, merged.verify_s, merged.total_s) == (
+            3,
+            pytest.approx(0.06),
+            pytest.approx(0.09),
+        )
+        assert hurried(rounds, "w0") == []
+
+    def test_they_are_due_when_the_interval_is_over(self) -> None:
+        rounds = self.waiting()
+        assert due(rounds, on_record(of_b(1), worker_id="w0"), at_s=1.049) == []
+        [merged] = due(rounds, on_record(of_b(2), worker_id="w0"), at_s=1.051)
+        assert merged.rounds == 2
+
+    def test_a_worker_alone_waits_less_than_its_rounds_take(self) -> None:
+        rounds = MergedRounds()
+        for number in range(10):
+            assert len(due(rounds, on_record(of_b(number)), at_s=number * 0.006)) == 1
+
+    def test_no_more_than_so_many_wait(self) -> None:
+        rounds = self.waiting()
+        for number in range(MOST_ROUNDS - 1):
+            assert due(rounds, on_record(of_b(number), worker_id="w0")) == []
+        [merged] = due(rounds, on_record(of_b(MOST_ROUNDS - 1), worker_id="w0"))
+        assert merged.rounds == MOST_ROUNDS
+
+    @pytest.mark.parametrize(
+        "deciding",
+        [
+            on_record(replace(of_b(1), end=End.STOP)),
+            reported(of_b(1)),
+            on_record(replace(of_b(1), prefilled=8)),
+            on_record(of_b(1), residency=(ResidencyChange("c", 1, Residency.NONE),)),
+        ],
+        ids=["an end", "tokens that are not on the record", "a prefill", "KV that moved"],
+    )
+    def test_what_needs_a_decision_brings_the_others_with_it(self, deciding: RoundReported) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(of_b(0), worker_id="w0"))
+        received = due(rounds, replace(deciding, worker_id="w0"))
+        assert sum(report.rounds for report in received) == 2
+        assert received[-1].progress[0].end is deciding.progress[0].end
+
+    def test_a_request_that_left_the_batch_begins_another_report(self) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(of_a(0, 2, 1), of_b(0), worker_id="w0"))
+        due(rounds, on_record(of_b(1), worker_id="w0"))
+        due(rounds, on_record(of_a(2, 2, 1), of_b(2), worker_id="w0"))
+
+        first, rest = hurried(rounds, "w0")
+
+        assert [one.request_id for one in first.progress] == ["a", "b"]
+        assert [(one.request_id, one.position) for one in rest.progress] == [("b", 1), ("a", 2)]
+
+    def test_a_prediction_is_less_by_what_came_after_it(self) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(replace(of_a(0, 4, 3), predicted_remaining_tokens=30.0), worker_id="w0"))
+        due(rounds, on_record(of_a(4, 6, 5), worker_id="w0"))
+
+        [merged] = hurried(rounds, "w0")
+
+        assert merged.progress[0].predicted_remaining_tokens == 24.0
+
+    def test_reports_after_which_none_came_are_late(self) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(of_b(1), worker_id="w0"))
+        rounds.hurry_late(1.5, 1.0)
+        assert due(rounds, at_s=1.5) == []
+        rounds.hurry_late(2.0, 1.0)
+        assert len(due(rounds, at_s=2.0)) == 1
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            WorkerLost("w0"),
+            WorkerDraining("w0"),
+            WorkerUp(replace(W, worker_id="w0"), ()),
+            EndRequested("b", End.CANCELLED, ""),
+            Refused("b", gone=False),
+        ],
+    )
+    def test_what_is_about_their_worker_comes_after_them(self, event: Event) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(of_b(1), worker_id="w0"))
+        waited, then = rounds.due([event], 1.0, lambda _: "w0")
+        assert isinstance(waited, RoundReported)
+        assert then is event
+
+    def test_an_arrival_leaves_them_waiting(self) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(of_b(1), worker_id="w0"))
+        arrived = Arrived(request("c", 3))
+        assert rounds.due([arrived], 1.0, lambda _: "w0") == [arrived]

@@ -30,6 +30,7 @@ def run(
     settings: CoreSettings = NO_RESERVE,
     digest: bool = False,
     check: bool = False,
+    heard_per_s: float | None = None,
 ) -> Outcome:
     def make(by_id, core_settings):
         return (
@@ -38,7 +39,9 @@ def run(
             else policy_named(policy, core_settings)
         )
 
-    return Cluster(jobs, machine, workers, make, settings, digest=digest, check=check).run()
+    return Cluster(
+        jobs, machine, workers, make, settings, digest=digest, check=check, heard_per_s=heard_per_s
+    ).run()
 
 
 def chat(requests: int, load: float, seed: int, machine: Machine, workers: int = 1, **arrivals) -> list[Job]:
@@ -291,3 +294,19 @@ def test_a_job_says_what_is_wrong_with_it():
         Cluster([Job("a", 0, 1, b"\1", 1)] * 2, Machine(), 1, lambda _, s: policy_named("fcfs", s))
     with pytest.raises(ValueError, match="prefill_chunk"):
         Machine(prefill_chunk=0)
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_reports_that_wait_for_the_core_lose_no_token_and_hardly_any_time(slots: int) -> None:
+    """Eight rounds wait; the cluster raises if a token is lost or counted twice."""
+    machine = Machine(slots=slots, kv_tokens=1000 * slots)
+    jobs = chat(300, 1.0, 5, machine, workers=3)
+
+    at_once = run("laps-sd", jobs, machine, workers=3, check=True)
+    later = run("laps-sd", jobs, machine, workers=3, check=True, heard_per_s=0.001)
+
+    assert later.steps < 0.8 * at_once.steps
+    mean, late_mean = (
+        statistics.fmean(fate.latency_s for fate in outcome.fates) for outcome in (at_once, later)
+    )
+    assert late_mean == pytest.approx(mean, rel=0.05)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from laps_sd.contract.ends import End
 from laps_sd.service.config import load
 from laps_sd.service.tracing import QUIET
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -21,7 +22,7 @@ from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
-from scheduler_svc.leader.turn import DrainOrdered, FromGateway, FromWorker, Item, WorkerOpened
+from scheduler_svc.leader.turn import DrainOrdered, FromGateway, FromWorker, Item, WorkerClosed, WorkerOpened
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.store import Store
@@ -123,6 +124,12 @@ class Leader:
         await self.turn(FromGateway(self._gateway, gateway_pb.GatewayMessage(submit=submit)))
         await self.turn()
 
+    async def cancel(self, request_id: str) -> None:
+        """Cancel a request, and run the turn in which its end is written."""
+        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=request_id, tenant="t")
+        await self.turn(FromGateway(self._gateway, gateway_pb.GatewayMessage(cancel=cancel)))
+        await self.turn()
+
     def counted(self, request_id: str) -> int:
         """Return the output tokens that the core has counted."""
         explanation = self.core.explain(request_id, 1_700_000_000.0)
@@ -170,8 +177,95 @@ async def test_two_reports_in_one_turn_continue_each_other(leader: Leader) -> No
 
     assert leader.tokens["r"] == [7, 8, 9]
     assert worker.acknowledged == 2
-    assert leader.counted("r") == 3
     assert await leader.recorded("r") == (7, 8, 9)
+
+
+class TestReportsThatWaitForTheCore:
+    """The clock stands still, so that no interval ever ends: only the first report of a worker is due by itself."""
+
+    async def test_their_tokens_are_shown_all_the_same(self, leader: Leader) -> None:
+        [worker, _] = leader.workers
+        await leader.turn(worker.opens())
+        await leader.submit("r")
+        await leader.turn(worker.reports(worker.progress("r", 0, 7)))
+
+        await leader.turn(worker.reports(worker.progress("r", 1, 8)))
+        await leader.turn(worker.reports(worker.progress("r", 2, 9)))
+
+        assert leader.tokens["r"] == [7, 8, 9]
+        assert worker.acknowledged == 3
+        assert leader.counted("r") == 1
+
+    async def test_an_end_brings_them_with_it(self, leader: Leader) -> None:
+        [worker, _] = leader.workers
+        await leader.turn(worker.opens())
+        await leader.submit("r")
+        await leader.submit("other")
+        for position in range(3):
+            await leader.turn(
+                worker.reports(worker.progress("r", position, 7), worker.progress("other", position, 8))
+            )
+
+        await leader.turn(
+            worker.reports(worker.progress("r", 3, 7, end=STOP), worker.progress("other", 3, 8))
+        )
+        await leader.turn()
+
+        assert leader.tokens == {"r": [7] * 4, "other": [8] * 4}
+        assert leader.counted("other") == 4
+        assert await leader.recorded("r") == (7, 7, 7, 7)
+        ended = await leader.store.read("r")
+        assert ended is not None
+        assert ended.standing.rounds == 4
+
+    async def test_a_cancel_comes_after_them(self, leader: Leader) -> None:
+        [worker, _] = leader.workers
+        await leader.turn(worker.opens())
+        await leader.submit("r")
+        for position in range(3):
+            await leader.turn(worker.reports(worker.progress("r", position, 7)))
+
+        await leader.cancel("r")
+
+        ended = await leader.store.read("r")
+        assert ended is not None
+        assert (ended.end, ended.standing.rounds, len(ended.committed_ids)) == (End.CANCELLED, 3, 3)
+
+    async def test_the_loss_of_their_worker_comes_after_them(self, leader: Leader) -> None:
+        [lost, next_] = leader.workers
+        await leader.turn(lost.opens())
+        await leader.submit("r")
+        for position in range(3):
+            await leader.turn(lost.reports(lost.progress("r", position, 7)))
+
+        await leader.turn(next_.opens(), WorkerClosed(lost.session, silent=True))
+        await leader.turn()
+
+        assert leader.counted("r") == 3
+        assert list(next_.specifications["r"].specification.committed_ids) == [7, 7, 7]
+        await leader.turn(next_.reports(next_.progress("r", 3, 8)))
+        assert leader.tokens["r"] == [7, 7, 7, 8]
+        assert next_.dropped == []
+
+    async def test_the_core_has_them_before_another_worker_continues(self, leader: Leader) -> None:
+        """For the core `b` still waits for its first round when a second worker comes up and gets it."""
+        [first, second] = leader.workers
+        await leader.turn(first.opens(slots=1))
+        await leader.submit("a")
+        await leader.submit("b")
+        await leader.turn(first.reports(first.progress("a", 0, 7)))
+        await leader.turn(first.reports(first.progress("b", 0, 8, 9)))
+        assert leader.counted("b") == 0
+
+        await leader.turn(second.opens(slots=1))
+        await leader.turn()
+        assert second.listed == ["b"]
+        assert list(second.specifications["b"].specification.committed_ids) == [8, 9]
+        assert leader.counted("b") == 2
+
+        await leader.turn(second.reports(second.progress("b", 2, 10)))
+        assert leader.tokens["b"] == [8, 9, 10]
+        assert second.dropped == []
 
 
 async def test_an_end_is_shown_and_acknowledged_in_the_turn_after(leader: Leader) -> None:
