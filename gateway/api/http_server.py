@@ -244,11 +244,11 @@ class HttpServer:
             headers = {REQUEST_ID_HEADER: own_request_id(request) or reply.id}
             if parsed.stream:
                 return await send_stream(request, generation, reply, first, headers)
-            for choice, event in first:
-                reply.add(choice, event)
+            for choice, piece in first:
+                reply.add(choice, piece)
             while not generation.over:
-                for choice, event in await generation.read():
-                    reply.add(choice, event)
+                for choice, piece in await generation.read():
+                    reply.add(choice, piece)
             return web.json_response(reply.whole(), headers=headers)
 
 

@@ -10,7 +10,8 @@ from aiohttp import web
 from gateway.api.http_errors import incident
 from gateway.api.openai.errors import error_json
 from gateway.api.openai.reply import DONE, Reply, sse
-from gateway.calls.generation import Event, Generation
+from gateway.calls.generation import Generation
+from gateway.calls.output import Piece
 from laps_sd.errors import LapsSdError
 
 __all__ = ["send_stream"]
@@ -29,24 +30,24 @@ async def send_stream(
     request: web.Request,
     generation: Generation,
     reply: Reply,
-    first: Sequence[tuple[int, Event]],
+    first: Sequence[tuple[int, Piece]],
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Send server-sent events; events that arrived together are sent together."""
+    """Send server-sent events; pieces that arrived together are sent together."""
     response = web.StreamResponse(headers=EVENT_STREAM | headers)
     await response.prepare(request)
     try:
-        chunks = list(reply.opening())
-        events = list(first)
+        events = reply.opening()
+        pieces = first
         while True:
-            chunks += [chunk for choice, event in events for chunk in reply.chunks(choice, event)]
+            events += b"".join([reply.events(choice, piece) for choice, piece in pieces])
             if generation.over:
-                chunks += reply.closing()
-            if chunks:
-                await response.write(b"".join(map(sse, chunks)))
+                events += reply.closing()
+            if events:
+                await response.write(events)
             if generation.over:
                 break
-            chunks, events = [], await _next(generation, response)
+            events, pieces = b"", await _next(generation, response)
     except LapsSdError as error:
         await response.write(sse(error_json(error)))
     except ConnectionError:
@@ -58,8 +59,8 @@ async def send_stream(
     return response
 
 
-async def _next(generation: Generation, response: web.StreamResponse) -> list[tuple[int, Event]]:
-    """Return the next events; while waiting, send comments that show the client a live connection."""
+async def _next(generation: Generation, response: web.StreamResponse) -> list[tuple[int, Piece]]:
+    """Return the next pieces; while waiting, send comments that show the client a live connection."""
     while True:
         try:
             async with asyncio.timeout(QUIET_S):

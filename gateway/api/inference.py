@@ -10,6 +10,7 @@ import grpc.aio
 
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.generation import Generation
+from gateway.calls.output import Piece
 from gateway.links.client_stream import deadline_of
 from gateway.tenants import Tenants
 from laps_sd.service.tracing import valid_traceparent
@@ -123,24 +124,36 @@ async def _relay(generation: Generation, context: Context) -> None:
     for choice, accepted in enumerate(generation.accepted):
         await context.write(inference_pb2.GenerateEvent(accepted=accepted, choice=choice))
     while not generation.over:
-        for choice, event in await generation.read():
-            if isinstance(event, inference_pb2.Delta):
-                await context.write(inference_pb2.GenerateEvent(delta=event, choice=choice))
-            else:
-                await context.write(inference_pb2.GenerateEvent(end=event, choice=choice))
+        for choice, piece in await generation.read():
+            if piece.token_ids or piece.text:
+                await context.write(_delta_event(choice, piece))
+            if piece.end is not None:
+                await context.write(inference_pb2.GenerateEvent(end=piece.end, choice=choice))
+
+
+def _delta_event(choice: int, piece: Piece) -> inference_pb2.GenerateEvent:
+    event = inference_pb2.GenerateEvent(choice=choice)
+    delta = event.delta
+    delta.text = piece.text
+    delta.token_ids.extend(piece.token_ids)
+    delta.first_token = piece.first_token
+    delta.cursor.next_token = piece.next_token
+    delta.cursor.text_offset = piece.text_offset
+    if piece.logprobs:
+        delta.logprobs.extend(piece.logprobs)
+    return event
 
 
 async def _collect(generation: Generation) -> inference_pb2.GenerateResponse:
     responses = [inference_pb2.GenerateResponse(accepted=accepted) for accepted in generation.accepted]
     texts: list[list[str]] = [[] for _ in responses]
     while not generation.over:
-        for choice, event in await generation.read():
-            if isinstance(event, inference_pb2.Delta):
-                texts[choice].append(event.text)
-                responses[choice].token_ids.extend(event.token_ids)
-                responses[choice].logprobs.extend(event.logprobs)
-            else:
-                responses[choice].end.CopyFrom(event)
+        for choice, piece in await generation.read():
+            texts[choice].append(piece.text)
+            responses[choice].token_ids.extend(piece.token_ids)
+            responses[choice].logprobs.extend(piece.logprobs)
+            if piece.end is not None:
+                responses[choice].end.CopyFrom(piece.end)
     for response, text in zip(responses, texts, strict=True):
         response.text = "".join(text)
     responses[0].more.extend(responses[1:])

@@ -99,8 +99,8 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         async with self._calls.generate(parsed.requests, caller) as generation:
             reply = Reply(parsed, generation.accepted, created_unix_s=0, model=self._calls.model)
             while not generation.over:
-                for choice, event in await generation.read():
-                    reply.add(choice, event)
+                for choice, piece in await generation.read():
+                    reply.add(choice, piece)
         return _response(request, reply)
 
 

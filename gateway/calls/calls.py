@@ -5,7 +5,7 @@ events.
     async with calls.generate([request], caller) as generation:     # raises LapsSdError until all is accepted
         for accepted in generation.accepted: ...                    # one per choice
         while not generation.over:
-            for choice, event in await generation.read(): ...       # Delta or Ended
+            for choice, piece in await generation.read(): ...
     # left early, cancelled or failed: every attachment is closed, which ends requests without a client
 
 No other module submits requests. A limit or a rule that is checked here holds for every protocol.
@@ -270,7 +270,6 @@ class Calls:
             yield generation
         finally:
             self._refused.closed(_now() - began)
-            await generation.close()
 
     async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> Attachment:
         """Submit one request and wait until it is accepted; its stream is closed with the stack.

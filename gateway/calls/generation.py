@@ -1,22 +1,19 @@
-"""The output of a call as it is generated: the choices of all its requests, each read from a stream of its
+"""The output of a call as it is generated: the choices of all its requests, each taken from a stream of its
 own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
-from gateway.calls.output import Output
+from gateway.calls.output import Output, Piece
 from gateway.calls.stream_metrics import StreamMetrics
 from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
 from gateway.tracing import CallSpan
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Attachment", "Event", "Generation"]
-
-Event: TypeAlias = "inference_pb2.Delta | inference_pb2.Ended"
+__all__ = ["Attachment", "Generation"]
 
 
 class Attachment:
@@ -32,50 +29,61 @@ class Attachment:
         self.acceptance = acceptance
         self.over = False
 
-    async def read(self) -> list[Event]:
-        """Wait for new output and return it, at least one event. Raises the stream's failure."""
-        batch = await self.link.read(self.stream)
-        self.metrics.tokens(len(batch.token_ids))
+    def take(self, now: float) -> Piece:
+        """Return the output since the last call. Raises the stream's failure."""
+        batch = self.link.take(self.stream, now)
+        count = len(batch.token_ids)
+        self.metrics.tokens(count, now)
         if self.span is not None:
-            self.span.tokens(len(batch.token_ids))
-        events = list(self.output.messages(batch))
-        for event in events:
-            if isinstance(event, inference_pb2.Ended):
-                self.metrics.ended(event)
-                if self.span is not None:
-                    self.span.ended(event)
-                self.over = True
-        return events
+            self.span.tokens(count)
+        piece = self.output.add(batch)
+        if piece.end is not None:
+            self.metrics.ended(piece.end)
+            if self.span is not None:
+                self.span.ended(piece.end)
+            self.over = True
+        return piece
 
 
 class Generation:
-    """The choices of one call as they are generated. Only one task may read."""
+    """The choices of one call as they are generated. It has one reader: a task that calls `read`, or one that
+    calls `take` after `listen`."""
 
     def __init__(self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[Attachment]) -> None:
         self.accepted = accepted
         """The first message of each choice, by choice."""
         self._attachments = attachments
-        self._reading: dict[int, asyncio.Task[list[Event]]] = {}
+        self._left = len(attachments)
+        """Choices that have not ended."""
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self.listen(self._news.set)
 
     @property
     def over(self) -> bool:
-        """Return whether every choice has ended and `read` has returned all of its output."""
-        return not self._reading and all(attachment.over for attachment in self._attachments)
+        """Return whether every choice has ended and all of its output was returned."""
+        return self._left == 0
 
-    async def read(self) -> list[tuple[int, Event]]:
-        """Return all output since the last call, each event with its choice. Raises the failure of the first
+    def listen(self, on_news: Callable[[], object]) -> None:
+        """Have `on_news` called whenever output begins to wait for `take`. It is called within the link's
+        work, so it must be quick and must not raise."""
+        for attachment in self._attachments:
+            attachment.stream.on_news = on_news
+
+    def take(self) -> list[tuple[int, Piece]]:
+        """Return all output since the last call, each piece with its choice. Raises the failure of the first
         choice that failed."""
-        if len(self._attachments) == 1:
-            return [(0, event) for event in await self._attachments[0].read()]
+        now = self._loop.time()
+        pieces = []
         for choice, attachment in enumerate(self._attachments):
-            if not attachment.over and choice not in self._reading:
-                self._reading[choice] = asyncio.create_task(attachment.read(), name=f"choice {choice}")
-        await asyncio.wait(self._reading.values(), return_when=asyncio.FIRST_COMPLETED)
-        ready = sorted(choice for choice, task in self._reading.items() if task.done())
-        return [(choice, event) for choice in ready for event in self._reading.pop(choice).result()]
+            if attachment.stream.has_news and not attachment.over:
+                pieces.append((choice, attachment.take(now)))
+                self._left -= attachment.over
+        return pieces
 
-    async def close(self) -> None:
-        """Cancel all pending reads. Nothing is read afterwards."""
-        for task in self._reading.values():
-            task.cancel()
-        await asyncio.gather(*self._reading.values(), return_exceptions=True)
+    async def read(self) -> list[tuple[int, Piece]]:
+        """Wait for output and `take` it."""
+        while not (pieces := self.take()):
+            self._news.clear()
+            await self._news.wait()
+        return pieces

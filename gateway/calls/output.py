@@ -1,8 +1,9 @@
-"""Conversion of the received output to the messages that a client gets. Pure."""
+"""Conversion of the received output to what a client gets, whatever its protocol. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gateway.links.client_stream import Accepted, Batch
 from gateway.model.detokenizer import Detokenizer
@@ -14,7 +15,22 @@ from laps_sd.service.ends import FINISH_REASONS, end_of_kind
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Output", "accepted_event"]
+__all__ = ["Output", "Piece", "accepted_event"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one output grew by, and its end if it has ended. Positions are those of the whole output."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[inference_pb2.TokenLogprobs]
+    first_token: int
+    next_token: int
+    """With `text_offset`, the cursor after this piece."""
+    text_offset: int
+    """Characters."""
+    end: inference_pb2.Ended | None
 
 
 def accepted_event(acceptance: Accepted, model: ModelFiles) -> inference_pb2.Accepted:
@@ -45,27 +61,24 @@ class Output:
         )
         self.tokens = 0  # of the whole output so far
 
-    def messages(self, batch: Batch) -> Iterator[inference_pb2.Delta | inference_pb2.Ended]:
-        """Yield at most one delta, then the end if it has arrived. Raises DeadlineExceeded for an end by the
+    def add(self, batch: Batch) -> Piece:
+        """Add what arrived, and return what is new to the client. Raises DeadlineExceeded for an end by the
         hard deadline."""
         text = self._text.feed(batch.token_ids)
         if batch.end is not None and end_of_kind(batch.end.kind) is not End.DEADLINE:
             text += self._text.finish(batch.end.cut_characters)
-        known = max(0, self._start_token - batch.first_token)
-        self.tokens = batch.first_token + len(batch.token_ids)
-        token_ids = batch.token_ids[known:]
-        if token_ids or text:
-            yield inference_pb2.Delta(
-                text=text,
-                token_ids=token_ids,
-                first_token=batch.first_token + min(known, len(batch.token_ids)),
-                cursor=inference_pb2.Cursor(
-                    next_token=max(self.tokens, self._start_token), text_offset=self._text.text_offset
-                ),
-                logprobs=batch.logprobs[known:],
-            )
-        if batch.end is not None:
-            yield self._ended(batch.end)
+        count = len(batch.token_ids)
+        self.tokens = batch.first_token + count
+        known = min(max(0, self._start_token - batch.first_token), count)
+        return Piece(
+            text,
+            batch.token_ids[known:] if known else batch.token_ids,
+            batch.logprobs[known:] if known else batch.logprobs,
+            batch.first_token + known,
+            max(self.tokens, self._start_token),
+            self._text.text_offset,
+            None if batch.end is None else self._ended(batch.end),
+        )
 
     def _ended(self, end: link_pb2.RequestEnd) -> inference_pb2.Ended:
         how = end_of_kind(end.kind) or End.ERROR

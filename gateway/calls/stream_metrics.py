@@ -32,11 +32,11 @@ class StreamMetrics:
     def __enter__(self) -> StreamMetrics:
         return self
 
-    def tokens(self, count: int) -> None:
-        """Count `count` tokens that arrived now."""
+    def tokens(self, count: int, now: float) -> None:
+        """Count `count` tokens that arrived now, in the loop's time."""
         if count == 0:
             return
-        self._last = _now()
+        self._last = now
         self._count += count
         if self._first is None:
             self._first = self._last

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState, step
@@ -63,7 +63,8 @@ class ClientStream:
         default_factory=lambda: array("I")
     )  # all tokens, if the request may have to be restored
     waiting: Batch = field(default_factory=lambda: Batch(0))
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    has_news: bool = False  # something waits for the call
+    on_news: Callable[[], object] = lambda: None  # called when `has_news` becomes true; must not raise
 
     @property
     def over(self) -> bool:
@@ -90,6 +91,12 @@ class ClientStream:
     def submits(self) -> bool:
         """Return whether a submission is not answered yet, so that it must be sent again to a new leader."""
         return self.state is StreamState.SUBMITTING or self.restoring
+
+    def notify(self) -> None:
+        """Let the call know that something waits for it."""
+        if not self.has_news:
+            self.has_news = True
+            self.on_news()
 
     def step(self, event: StreamEvent) -> StreamAction:
         """Enter the state that follows; return what to do."""

@@ -6,7 +6,8 @@ fault.
     stream = link.submit(submit, deadline=None)
     try:
         acceptance = await link.accepted(stream, wait_s=30)
-        while (batch := await link.read(stream)).end is None: ...
+        stream.on_news = ...                     # called when `stream.has_news` becomes true
+        batch = link.take(stream, now)           # whatever waits; the last batch has an end
     finally:
         link.close(stream)                       # no await: works in a cancelled call, and in order after the Submit
 
@@ -138,26 +139,28 @@ class ShardLink:
     async def accepted(self, stream: ClientStream, *, wait_s: float) -> Accepted:
         """Wait for the scheduler's answer to a new stream and return it. Raises its refusal, or Unavailable
         after `wait_s`."""
+        answered = asyncio.Event()
+        stream.on_news = answered.set
         try:
             async with asyncio.timeout(wait_s):
                 while stream.acceptance is None and stream.failure is None:
-                    await stream.news.wait()
-                    stream.news.clear()
+                    await answered.wait()
+                    answered.clear()
+                    stream.has_news = False
         except TimeoutError:
             raise self._unreachable(wait_s) from None
         if stream.acceptance is None:
             assert stream.failure is not None, "the loop ended with one of the two"
             raise stream.failure
-        if stream.over or stream.waiting.token_ids:
-            stream.news.set()
+        stream.has_news = stream.over or bool(stream.waiting.token_ids)
         return stream.acceptance
 
-    async def read(self, stream: ClientStream) -> Batch:
-        """Return everything that arrived since the last read; wait until something has. Raises the stream's
+    def take(self, stream: ClientStream, now: float) -> Batch:
+        """Return everything that arrived since the last call; `now` is in the loop's time. Raises the stream's
         failure."""
-        await stream.news.wait()
-        batch, messages = self.streams.take(stream, self._now())
-        self._send(*messages)
+        batch, messages = self.streams.take(stream, now)
+        if messages:
+            self._send(*messages)
         return batch
 
     def close(self, stream: ClientStream) -> None:
@@ -334,7 +337,8 @@ class ShardLink:
                 self._send(*self.streams.on_attach_reply(reply.attach_reply, now))
             case "deliveries":
                 for delivery in reply.deliveries.deliveries:
-                    self._send(*self.streams.on_delivery(delivery, now))
+                    if messages := self.streams.on_delivery(delivery, now):
+                        self._send(*messages)
             case "cancel_reply":
                 _, answer = self._cancels.get(reply.cancel_reply.cancel_id, (None, None))
                 if answer is not None and not answer.done():

@@ -89,12 +89,12 @@ class Streams:
         earlier output is taken."""
         batch = stream.waiting
         stream.waiting = Batch(stream.next_token)
-        stream.news.clear()
+        stream.has_news = False
         if stream.over:
-            stream.news.set()
+            stream.notify()
         if not batch.token_ids and stream.failure is not None:
             raise stream.failure
-        if stream.step(StreamEvent.READ) is StreamAction.ATTACH:
+        if stream.paused and stream.step(StreamEvent.READ) is StreamAction.ATTACH:
             return batch, [self._attachment(stream, now)]
         if stream.failure is None:
             batch.end = stream.end
@@ -223,14 +223,16 @@ class Streams:
             metrics.REATTACHED.inc()
             return [self._attachment(stream, now)]
         token_ids: Sequence[int] = delivery.token_ids[known:]
-        room = self._buffer_tokens - len(stream.waiting.token_ids)
+        waiting = stream.waiting
+        room = self._buffer_tokens - len(waiting.token_ids)
         fits = len(token_ids) <= room
         if not fits:
             token_ids = token_ids[:room]
             stream.step(StreamEvent.OVERFLOWED)
             metrics.PAUSES.inc()
-        stream.waiting.token_ids.extend(token_ids)
-        stream.waiting.logprobs.extend(delivery.logprobs[known : known + len(token_ids)])
+        waiting.token_ids.extend(token_ids)
+        if delivery.logprobs:
+            waiting.logprobs.extend(delivery.logprobs[known : known + len(token_ids)])
         stream.next_token += len(token_ids)
         if stream.submit is not None:
             stream.received.extend(token_ids)
@@ -238,8 +240,8 @@ class Streams:
             stream.end = delivery.end
             stream.step(StreamEvent.ENDED)
             self._forget_questions(stream)
-        if stream.waiting.token_ids or stream.over:
-            stream.news.set()
+        if waiting.token_ids or stream.over:
+            stream.notify()
         return []
 
     def _accept_submission(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
@@ -257,7 +259,7 @@ class Streams:
             attached=existing,
             model=submit.model,
         )
-        stream.news.set()
+        stream.notify()
 
     def _accept_attachment(self, stream: ClientStream, reply: link_pb2.AttachReply, now: float) -> None:
         if reply.HasField("submission"):
@@ -270,7 +272,7 @@ class Streams:
             attached=True,
             model=reply.model,
         )
-        stream.news.set()
+        stream.notify()
 
     def _await_others(self, stream: ClientStream, now: float) -> None:
         """Wait until the process submits the request again that can: its worker, or the gateway that
@@ -319,7 +321,7 @@ class Streams:
     def _fail(self, stream: ClientStream, failure: LapsSdError) -> None:
         stream.failure = failure
         self._forget_questions(stream)
-        stream.news.set()
+        stream.notify()
 
     def _forget_questions(self, stream: ClientStream) -> None:
         self._no_retry(stream)

@@ -94,7 +94,7 @@ class Detokenizer:
         """Add the next tokens of the output; return the text that can be shown now and could not be shown
         before."""
         self._held += self._decoder.feed(ids)
-        return self._show(self._first_unsettled())
+        return self._show(self._first_unsettled() if self._stop else len(self._held))
 
     def finish(self, cut_characters: int = 0) -> str:
         """End the output. Return the text that was held back, without the last `cut_characters` characters of
@@ -109,9 +109,9 @@ class Detokenizer:
 
     def _show(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
-        known = min(count, max(0, self._start_offset - self._shown))
+        known = self._start_offset - self._shown
         self._shown += count
-        return text[known:]
+        return text[known:] if known > 0 else text
 
     def _first_stop(self) -> int:
         """Return the index of the first stop string in the held text; the length of the held text if there is

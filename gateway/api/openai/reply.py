@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.api.ends import OPENAI
 from gateway.api.openai.body import Json
 from gateway.api.openai.request import ParsedRequest
-from gateway.calls.generation import Event
+from gateway.calls.output import Piece
 from gateway.model.detokenizer import TokenDecoder
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length
@@ -22,6 +22,9 @@ __all__ = ["DONE", "Reply", "model_json", "models_json", "sse"]
 
 DONE = b"data: [DONE]\n\n"
 
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""How events are written. Its `encode` of a text alone is one call of C."""
+
 
 @dataclass(slots=True)
 class _Choice:
@@ -31,12 +34,14 @@ class _Choice:
     text: TokenDecoder | None = None
     characters: int = 0
     """Characters of the text of the tokens whose log probabilities have been sent."""
-    tokens: int = 0
     end: inference_pb2.Ended | None = None
+    around_text: tuple[str, str] | None = None
+    """The event of a text, before and after the text; made for the first one."""
 
 
 class Reply:
-    """One answer: in chunks (`opening`, `chunks`, `closing`), or whole (`add` every event, then `whole`)."""
+    """One answer: as server-sent events (`opening`, `events`, `closing`), or whole (`add` every piece, then
+    `whole`)."""
 
     def __init__(
         self,
@@ -49,28 +54,28 @@ class Reply:
         self._parsed = parsed
         self._files = model
         self._chat = parsed.kind == "chat"
+        self._has_logprobs = parsed.requests[0].HasField("logprobs")
         self._model = accepted[0].model
         self._created = created_unix_s
         self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: parsed.choices_per_prompt])
+        self._completion_tokens = 0
         self._choices = [_Choice() for _ in accepted]
         self.id = accepted[0].request_id
         """Request id of the first choice; every other call of LAPS-SD accepts it."""
 
-    def add(self, choice: int, event: Event) -> None:
-        """Add an event of a choice. Raises the failure of a failed choice."""
+    def add(self, choice: int, piece: Piece) -> None:
+        """Add a piece of a choice. Raises the failure of a failed choice."""
         kept = self._choices[choice]
-        if isinstance(event, inference_pb2.Delta):
-            kept.tokens += len(event.token_ids)
-            kept.logprobs.extend(zip(event.token_ids, event.logprobs, strict=False))
-            if not self._parsed.stream:
-                kept.texts.append(event.text)
-            return
-        end = end_of_reason(event.finish_reason)
-        if end is End.CANCELLED:
-            raise Cancelled(f"request {event.request_id} was cancelled")
-        if OPENAI[end] is None:
-            raise LapsSdError(event.error or "the request failed")
-        kept.end = event
+        self._completion_tokens += len(piece.token_ids)
+        if piece.logprobs:
+            kept.logprobs.extend(zip(piece.token_ids, piece.logprobs, strict=False))
+        if not self._parsed.stream:
+            kept.texts.append(piece.text)
+        if piece.end is not None:
+            _raise_failure(piece.end)
+            kept.end = piece.end
+            for each in self._choices:  # the end changes the usage that they show
+                each.around_text = None
 
     def whole(self) -> Json:
         """Return the answer of a call without stream; every choice has ended."""
@@ -93,34 +98,61 @@ class Reply:
             "metrics": self._metrics(),
         }
 
-    def opening(self) -> Iterator[Json]:
-        """Return the chunks before any output has arrived."""
-        if self._chat:
-            for index in range(len(self._choices)):
-                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+    def opening(self) -> bytes:
+        """Return the events before any output has arrived."""
+        if not self._chat:
+            return b""
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(sse(self._chunk(index, first, None)) for index in range(len(self._choices)))
 
-    def chunks(self, choice: int, event: Event) -> Iterator[Json]:
-        """Return the chunks of one event, and add the event."""
-        self.add(choice, event)
-        if isinstance(event, inference_pb2.Delta):
-            if event.text:
-                yield self._chunk(
-                    choice, {"delta": {"content": event.text}} if self._chat else {"text": event.text}, None
-                )
-        else:
-            yield self._chunk(
-                choice, {"delta": {}} if self._chat else {"text": ""}, _finish(self._choices[choice])
-            )
+    def events(self, choice: int, piece: Piece) -> bytes:
+        """Return the events of a piece, and add it. Raises the failure of a failed choice; then the piece has
+        no events."""
+        self.add(choice, piece)
+        events = self._text_event(choice, piece.text) if piece.text else b""
+        if piece.end is not None:
+            last: Json = {"delta": {}} if self._chat else {"text": ""}
+            events += sse(self._chunk(choice, last, _finish(self._choices[choice])))
+        return events
 
-    def closing(self) -> Iterator[Json]:
-        """Return the last chunk, if it was requested."""
-        if self._parsed.include_usage:
-            yield {
+    def closing(self) -> bytes:
+        """Return the last event, if it was requested."""
+        if not self._parsed.include_usage:
+            return b""
+        return sse(
+            {
                 **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
                 "choices": [],
                 "usage": self._usage(),
                 "metrics": self._metrics(),
             }
+        )
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return the event of a text: most of what a gateway sends. Only the text and the usage change from one
+        to the next, so the rest is made once; `_chunk` describes what results."""
+        if self._has_logprobs:
+            return sse(self._chunk(index, self._content(text), None))
+        choice = self._choices[index]
+        if choice.around_text is None:
+            choice.around_text = self._around_text(index)
+        before, after = choice.around_text
+        if self._parsed.continuous_usage:
+            after %= (self._completion_tokens, self._prompt_tokens + self._completion_tokens)
+        return f"{before}{COMPACT.encode(text)}{after}".encode()
+
+    def _around_text(self, index: int) -> tuple[str, str]:
+        """Return the event of a text, before the text and after it; with continuous usage, the latter is a
+        format for the completion and the total tokens."""
+        chunk = self._chunk(index, self._content(""), None)
+        if self._parsed.continuous_usage:
+            chunk["usage"] |= {"completion_tokens": "%d", "total_tokens": "%d"}
+        # The last empty text is that of the content: what follows it is the same in every answer.
+        before, after = sse(chunk).decode().rsplit('""', 1)
+        return before, after.replace('"%d"', "%d")
+
+    def _content(self, text: str) -> Json:
+        return {"delta": {"content": text}} if self._chat else {"text": text}
 
     def _chunk(self, index: int, content: Json, finish_reason: str | None) -> Json:
         chunk = {
@@ -141,7 +173,7 @@ class Reply:
     def _logprobs(self, choice: _Choice) -> Json | None:
         """Return the log probabilities that have not been sent; None if there are none. Unknown ones are
         null, as OpenAI writes the first token's."""
-        if not self._parsed.requests[0].HasField("logprobs"):
+        if not self._has_logprobs:
             return None
         told, choice.logprobs = choice.logprobs, []
         if self._chat:
@@ -189,12 +221,11 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
     def _usage(self) -> Json:
-        completion_tokens = sum(choice.tokens for choice in self._choices)
         cached = sum(choice.end.usage.cached_prompt_tokens for choice in self._choices if choice.end)
         return {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": self._prompt_tokens + completion_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
@@ -224,6 +255,15 @@ class Reply:
         return metrics
 
 
+def _raise_failure(ended: inference_pb2.Ended) -> None:
+    """Raise the failure of an output that ended without success."""
+    end = end_of_reason(ended.finish_reason)
+    if end is End.CANCELLED:
+        raise Cancelled(f"request {ended.request_id} was cancelled")
+    if OPENAI[end] is None:
+        raise LapsSdError(ended.error or "the request failed")
+
+
 def _finish(choice: _Choice) -> str | None:
     assert choice.end is not None, "only what has ended has a reason"
     return OPENAI[end_of_reason(choice.end.finish_reason)]
@@ -231,7 +271,7 @@ def _finish(choice: _Choice) -> str | None:
 
 def sse(value: Json) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {COMPACT.encode(value)}\n\n".encode()
 
 
 def models_json(model: ModelFiles, created_unix_s: int) -> Json:

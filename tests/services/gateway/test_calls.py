@@ -564,11 +564,9 @@ class TestChoices:
             while not generation.over:
                 seen += await generation.read()
 
-        assert [(choice, type(event).__name__) for choice, event in seen] == [
-            (0, "Delta"),
-            (0, "Ended"),
-            (1, "Delta"),
-            (1, "Ended"),
+        assert [(choice, list(piece.token_ids), piece.end is not None) for choice, piece in seen] == [
+            (0, [70], True),
+            (1, [71], True),
         ]
 
     async def test_the_unary_call_has_them_all(self, running: Running, scheduler: FakeScheduler) -> None:

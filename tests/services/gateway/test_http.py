@@ -30,6 +30,7 @@ from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 Refused = link_pb2.SubmitRefused
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "tiny", "prompt": "the quick"}
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @dataclass
@@ -222,6 +223,48 @@ class TestAStream:
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
         assert counts[0] > 0
+
+    @pytest.mark.parametrize("options", [{}, {"include_usage": True}, CONTINUOUS])
+    @pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
+    async def test_has_the_same_fields_in_the_event_of_every_text(
+        self, served: Served, path: str, body: dict[str, Any], options: dict[str, bool]
+    ) -> None:
+        texts = ["the", ' "" %d \\ \n\t\x00', " \u2028 日本 \N{GRINNING FACE}"]
+        body = body | {"stream": True, "stream_options": options or None}
+        seen = []
+        async with served.session.post(served.url + "/v1/" + path, json=body) as response:
+            request_id = await served.scheduler.submitted()
+            if body.get("messages"):
+                await response.content.readuntil(b"\n\n")
+            tokens = 0
+            for text in texts:
+                ids = served.running.model.encode_rendered(text)
+                tokens += len(ids)
+                served.scheduler.commit(request_id, ids)
+                event = (await response.content.readuntil(b"\n\n")).decode()
+                chunk = json.loads(event.removeprefix("data: "))
+                seen.append((event, chunk, text, tokens))
+            served.scheduler.commit(request_id, (), Kind.KIND_STOP)
+            last = json.loads((await response.content.readuntil(b"\n\n")).removeprefix(b"data: "))
+
+        prompt_tokens = len(served.scheduler.record.requests[request_id].submit.specification.prompt_ids)
+        for event, chunk, text, tokens in seen:
+            content = {"delta": {"content": text}} if body.get("messages") else {"text": text}
+            choice = {"index": 0, **content, "logprobs": None, "finish_reason": None}
+            expected = {name: last[name] for name in ("id", "object", "created", "model")}
+            expected["choices"] = [choice]
+            if options:
+                expected["usage"] = None
+            if options == CONTINUOUS:
+                expected["usage"] = {
+                    "prompt_tokens": prompt_tokens,
+                    "completion_tokens": tokens,
+                    "total_tokens": prompt_tokens + tokens,
+                    "prompt_tokens_details": {"cached_tokens": 0},
+                }
+            assert chunk == expected
+            assert list(chunk) == list(expected)
+            assert event == f"data: {json.dumps(expected, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     async def test_a_failure_behind_the_first_chunk_is_an_event(self, served: Served) -> None:
         async with served.session.post(
