@@ -35,7 +35,7 @@ from gateway.api.http_requests import (
     read_bytes,
     single_header,
 )
-from gateway.api.http_stream import send_stream
+from gateway.api.http_stream import Turn, send_stream
 from gateway.api.openai.body import Json, read_body
 from gateway.api.openai.description import openapi_json
 from gateway.api.openai.headers import read_header, read_ttl_s
@@ -72,6 +72,7 @@ class HttpServer:
         self._tenants = tenants
         self._app = app
         self._created = int(time.time())
+        self._turn = Turn()
         self.port = 0
         """The bound port, after `start`."""
         routes = web.Application(
@@ -243,7 +244,7 @@ class HttpServer:
             )
             headers = {REQUEST_ID_HEADER: own_request_id(request) or reply.id}
             if parsed.stream:
-                return await send_stream(request, generation, reply, first, headers)
+                return await send_stream(request, generation, reply, first, headers, self._turn)
             for choice, piece in first:
                 reply.add(choice, piece)
             while not generation.over:

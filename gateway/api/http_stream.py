@@ -1,11 +1,16 @@
-"""Output as server-sent events."""
+"""Output as server-sent events.
+
+Events go straight to the connection's transport, once the link has handled the message that brought the
+tokens. The task of a call sleeps meanwhile: it is needed for the end, for a failure, and for a client that is
+behind, whose tokens wait in its stream and are then sent together.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from gateway.api.http_errors import incident
 from gateway.api.openai.errors import error_json
@@ -14,7 +19,7 @@ from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
 from laps_sd.errors import LapsSdError
 
-__all__ = ["send_stream"]
+__all__ = ["Turn", "send_stream"]
 
 QUIET_S = 15.0
 """Seconds of silence after which a stream gets a comment, so that proxies keep it open and a dead client is
@@ -32,38 +37,125 @@ async def send_stream(
     reply: Reply,
     first: Sequence[tuple[int, Piece]],
     headers: dict[str, str],
+    turn: Turn,
 ) -> web.StreamResponse:
     """Send server-sent events; pieces that arrived together are sent together."""
     response = web.StreamResponse(headers=EVENT_STREAM | headers)
+    chunked = request.version >= HttpVersion11
+    if chunked:
+        response.enable_chunked_encoding()
     await response.prepare(request)
+    sender = _Sender(request, generation, reply, turn, chunked=chunked)
     try:
-        events = reply.opening()
-        pieces = first
-        while True:
-            events += b"".join([reply.events(choice, piece) for choice, piece in pieces])
-            if generation.over:
-                events += reply.closing()
-            if events:
-                await response.write(events)
-            if generation.over:
-                break
-            events, pieces = b"", await _next(generation, response)
+        await sender.send_all(first)
+        last = reply.closing()
     except LapsSdError as error:
-        await response.write(sse(error_json(error)))
+        last = sse(error_json(error))
     except ConnectionError:
         raise
     except Exception as error:
-        await response.write(sse(error_json(incident(error, request.path))))
-    await response.write(DONE)
-    await response.write_eof()
+        last = sse(error_json(incident(error, request.path)))
+    finally:
+        sender.stop()
+    await response.write_eof(last + DONE)
     return response
 
 
-async def _next(generation: Generation, response: web.StreamResponse) -> list[tuple[int, Piece]]:
-    """Return the next pieces; while waiting, send comments that show the client a live connection."""
-    while True:
+class Turn:
+    """The streams whose output arrived in the present turn of the loop. All events are made before any is
+    written: a process that reads several of these connections then wakes once, not for each of them."""
+
+    def __init__(self) -> None:
+        self._senders: list[_Sender] = []
+
+    def add(self, sender: _Sender) -> None:
+        """Send what waits for a stream when the present work of the loop is over."""
+        if not self._senders:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._senders.append(sender)
+
+    def _send(self) -> None:
+        senders, self._senders = self._senders, []
+        for sender, events in [(sender, sender.take()) for sender in senders]:
+            sender.write(events)
+
+
+class _Sender:
+    """Sends one answer between its headers and its last event."""
+
+    def __init__(
+        self, request: web.Request, generation: Generation, reply: Reply, turn: Turn, *, chunked: bool
+    ) -> None:
+        if request.transport is None:
+            raise ConnectionResetError("the client has left")
+        self._transport = request.transport
+        self._protocol = request.protocol
+        self._drain = request.writer.drain
+        self._generation = generation
+        self._reply = reply
+        self._turn = turn
+        self._chunked = chunked
+        self._time = asyncio.get_running_loop().time
+        self._wrote_at = self._time()
+        self._needs_task = asyncio.Event()
+        self._failure: Exception | None = None
+        self._stopped = False
+
+    async def send_all(self, first: Sequence[tuple[int, Piece]]) -> None:
+        """Send all output, `first` before what follows. Raises the failure of an output."""
+        self.write(self._reply.opening() + self._events(first))
+        self._generation.listen(self._on_news)
+        while True:
+            self.write(self.take())
+            await self._needed()
+            if self._failure is not None:
+                raise self._failure
+            if self._generation.over:
+                return
+            await self._drain()
+
+    def stop(self) -> None:
+        """Send nothing any more."""
+        self._stopped = True
+
+    def take(self) -> bytes:
+        """Return the events of what waits; none while the client is behind."""
+        if self._stopped:
+            return b""
+        if self._protocol.writing_paused:
+            self._needs_task.set()
+            return b""
         try:
-            async with asyncio.timeout(QUIET_S):
-                return await generation.read()
-        except TimeoutError:
-            await response.write(b": waiting\n\n")
+            events = self._events(self._generation.take())
+        except Exception as error:
+            self._failure = error
+            self._needs_task.set()
+            return b""
+        if self._generation.over:
+            self._needs_task.set()
+        return events
+
+    def write(self, events: bytes) -> None:
+        """Write events to the transport."""
+        if events and not self._transport.is_closing():
+            self._wrote_at = self._time()
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+
+    def _events(self, pieces: Sequence[tuple[int, Piece]]) -> bytes:
+        return b"".join([self._reply.events(choice, piece) for choice, piece in pieces])
+
+    def _on_news(self) -> None:
+        self._turn.add(self)
+
+    async def _needed(self) -> None:
+        """Wait until the task has something to do; meanwhile, send comments that show the client a live
+        connection."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._wrote_at + QUIET_S):
+                    await self._needs_task.wait()
+                self._needs_task.clear()
+                return
+            except TimeoutError:
+                if self._time() >= self._wrote_at + QUIET_S:
+                    self.write(b": waiting\n\n")

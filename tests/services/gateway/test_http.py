@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.api import http_connections
+from gateway.api import http_connections, http_stream
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
 from laps_sd.service.metrics import REGISTRY
@@ -275,6 +275,48 @@ class TestAStream:
 
         assert chunks[-1]["error"]["message"] == "the device is gone"
         assert chunks[-1]["error"]["type"] == "server_error"
+
+    async def test_that_is_quiet_gets_comments(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(http_stream, "QUIET_S", 0.02)
+        async with served.session.post(
+            served.url + "/v1/completions", json=TEXT | {"stream": True}
+        ) as response:
+            for _ in range(2):
+                assert await response.content.readuntil(b"\n\n") == b": waiting\n\n"
+            await served.finished()
+            chunks = await events(response)
+
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+
+    async def test_of_a_client_of_http_1_0_ends_with_its_connection(self, served: Served) -> None:
+        raw = octets_of(TEXT | {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+        answer, _ = await asyncio.gather(said_to(served, raw), served.finished())
+        head, _, body = answer.partition(b"\r\n\r\n")
+        lines = body.decode().split("\n\n")
+
+        assert head.startswith(b"HTTP/1.0 200")
+        assert b"chunked" not in head.lower()
+        assert lines[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+
+    async def test_that_fails_takes_nothing_from_another(self, served: Served) -> None:
+        async def read() -> list[Any]:
+            async with served.session.post(
+                served.url + "/v1/completions", json=TEXT | {"stream": True}
+            ) as response:
+                return await events(response)
+
+        one, other = asyncio.create_task(read()), asyncio.create_task(read())
+        await served.scheduler.submitted(2)
+        failed, whole = served.scheduler.record.requests
+        served.scheduler.commit(failed, (), link_pb2.RequestEnd(kind=Kind.KIND_ERROR, detail="it broke"))
+        served.scheduler.commit(whole, served.running.model.encode_rendered("hello world"), Kind.KIND_STOP)
+        answers = sorted([await one, await other], key=len)
+
+        assert [list(chunk) for chunk in answers[0]] == [["error"]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in answers[1]) == "hello world"
+        await nobody_left(served)
 
     async def test_a_client_that_leaves_is_detached_and_forgotten(self, served: Served) -> None:
         def disconnected() -> float:
