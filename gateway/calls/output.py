@@ -57,6 +57,7 @@ class Output:
             model.decode,
             stop=acceptance.stop,
             silent_ids=model.silent_ids,
+            joins=model.pieces.joins,
             start_offset=cursor.text_offset if cursor is not None else 0,
         )
         self.tokens = 0  # of the whole output so far

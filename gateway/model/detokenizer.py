@@ -15,7 +15,8 @@ The text of an output is that of its output tokens alone: the prompt does not ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 __all__ = ["Decode", "Detokenizer", "TokenDecoder"]
 
@@ -25,11 +26,15 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenDecoder:
-    """T(n) as it grows. `silent_ids` (special tokens) have no text."""
+    """T(n) as it grows. `silent_ids` (special tokens) have no text. `joins`: `decode` joins the bytes of the
+    tokens and does nothing else, so that no token after a whole character needs those before it."""
 
-    def __init__(self, decode: Decode, silent_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, decode: Decode, silent_ids: AbstractSet[int] = frozenset(), *, joins: bool = False
+    ) -> None:
         self._decode = decode
         self._silent_ids = silent_ids
+        self._joins = joins
         # Only the end of the output is decoded again:
         #   window[:chunk_start]   text known, kept because a decoder may treat the first token of a sequence
         #                          differently
@@ -40,16 +45,20 @@ class TokenDecoder:
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add the next tokens; return the text by which T grew."""
-        visible = [token for token in ids if token not in self._silent_ids]
-        if not visible:
+        if not self._silent_ids.isdisjoint(ids):
+            ids = [token for token in ids if token not in self._silent_ids]
+        if not ids:
             return ""
-        self._window.extend(visible)
+        self._window += ids
         text = self._decode(self._window)
         settled = text.rstrip(REPLACEMENT)
         grown = settled[self._given :]
         self._given = max(self._given, len(settled))
         if len(settled) == len(text):
-            self._slide()
+            if self._joins:
+                self._window, self._given = [], 0
+            else:
+                self._slide()
         return grown
 
     def _slide(self) -> None:
@@ -75,10 +84,11 @@ class Detokenizer:
         decode: Decode,
         *,
         stop: Sequence[str] = (),
-        silent_ids: Collection[int] = (),
+        silent_ids: AbstractSet[int] = frozenset(),
+        joins: bool = False,
         start_offset: int = 0,
     ) -> None:
-        self._decoder = TokenDecoder(decode, silent_ids)
+        self._decoder = TokenDecoder(decode, silent_ids, joins=joins)
         self._stop = tuple(stop)
         self._held = ""  # T(n) after what is shown
         self._shown = 0  # characters
@@ -93,8 +103,12 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """Add the next tokens of the output; return the text that can be shown now and could not be shown
         before."""
-        self._held += self._decoder.feed(ids)
-        return self._show(self._first_unsettled() if self._stop else len(self._held))
+        grown = self._decoder.feed(ids)
+        if not self._stop and self._shown >= self._start_offset:  # most outputs: nothing is held back
+            self._shown += len(grown)
+            return grown
+        self._held += grown
+        return self._show(self._first_unsettled())
 
     def finish(self, cut_characters: int = 0) -> str:
         """End the output. Return the text that was held back, without the last `cut_characters` characters of
@@ -109,9 +123,9 @@ class Detokenizer:
 
     def _show(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
-        known = self._start_offset - self._shown
+        known = min(count, max(0, self._start_offset - self._shown))
         self._shown += count
-        return text[known:] if known > 0 else text
+        return text[known:]
 
     def _first_stop(self) -> int:
         """Return the index of the first stop string in the held text; the length of the held text if there is

@@ -37,6 +37,8 @@ class TokenBytes:
         steps = list(_steps(tokenizer))
         kinds = {step["type"] for step in steps}
         self._by_letter = "ByteLevel" in kinds
+        self.joins = [step["type"] for step in steps] == ["ByteLevel"]
+        """The tokenizer's decoder joins the bytes of tokens and does nothing else, as those of Llama 3 and Qwen do."""
         self._by_byte = "ByteFallback" in kinds
         self._blanks = [blank for step in steps if (blank := _blank(step))]
 

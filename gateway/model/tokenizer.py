@@ -112,7 +112,7 @@ class ModelFiles:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included; an id that the tokenizer does not know has no
         text."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 

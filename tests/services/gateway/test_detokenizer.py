@@ -21,6 +21,8 @@ stops = st.lists(st.text(alphabet="abST €", min_size=1, max_size=4), max_size=
 cuts = st.lists(st.integers(0, 60), max_size=8)
 
 anything = settings(max_examples=200, deadline=None)
+joined_or_not = pytest.mark.parametrize("joins", [False, True])
+"""The tiny model's decoder joins bytes, so both ways must give the same."""
 
 
 def pieces(ids: Sequence[int], cut_at: Sequence[int]) -> list[list[int]]:
@@ -41,23 +43,27 @@ def tiny(model: ModelFiles) -> ModelFiles:
     return model
 
 
+@joined_or_not
 @anything
 @given(ids=ids_lists, cut_at=cuts)
 def test_any_split_of_any_tokens_gives_the_text_of_all(
-    tiny: ModelFiles, ids: list[int], cut_at: list[int]
+    tiny: ModelFiles, joins: bool, ids: list[int], cut_at: list[int]
 ) -> None:
-    output = Detokenizer(tiny.decode, silent_ids=tiny.silent_ids)
+    output = Detokenizer(tiny.decode, silent_ids=tiny.silent_ids, joins=joins)
     text = "".join(output.feed(piece) for piece in pieces(ids, cut_at)) + output.finish()
 
     assert text == whole_text(tiny, ids)
     assert output.text_offset == len(text)
 
 
+@joined_or_not
 @anything
 @given(text=texts, cut_at=cuts)
-def test_valid_text_comes_out_in_whole_characters(tiny: ModelFiles, text: str, cut_at: list[int]) -> None:
+def test_valid_text_comes_out_in_whole_characters(
+    tiny: ModelFiles, joins: bool, text: str, cut_at: list[int]
+) -> None:
     text = text.replace(REPLACEMENT, "")
-    output = Detokenizer(tiny.decode, silent_ids=tiny.silent_ids)
+    output = Detokenizer(tiny.decode, silent_ids=tiny.silent_ids, joins=joins)
     shown = ""
     for piece in pieces(tiny.encode_rendered(text), cut_at):
         shown += output.feed(piece)
@@ -66,14 +72,15 @@ def test_valid_text_comes_out_in_whole_characters(tiny: ModelFiles, text: str, c
     assert shown + output.finish() == text
 
 
+@joined_or_not
 @anything
 @given(text=texts, stop=stops, cut_at=cuts)
 def test_no_stop_string_is_ever_shown_in_part_or_whole(
-    tiny: ModelFiles, text: str, stop: list[str], cut_at: list[int]
+    tiny: ModelFiles, joins: bool, text: str, stop: list[str], cut_at: list[int]
 ) -> None:
     ids = tiny.encode_rendered(text)
     expected = before_stop(whole_text(tiny, ids), stop)
-    output = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids)
+    output = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids, joins=joins)
     shown = ""
     for piece in pieces(ids, cut_at):
         shown += output.feed(piece)
@@ -81,30 +88,34 @@ def test_no_stop_string_is_ever_shown_in_part_or_whole(
     assert shown + output.finish() == expected
 
 
+@joined_or_not
 @anything
 @given(ids=ids_lists, stop=stops, place=st.integers(0, 60), cut_at=cuts)
 def test_a_cursor_resumes_exactly_wherever_it_was_taken(
-    tiny: ModelFiles, ids: list[int], stop: list[str], place: int, cut_at: list[int]
+    tiny: ModelFiles, joins: bool, ids: list[int], stop: list[str], place: int, cut_at: list[int]
 ) -> None:
     place = min(place, len(ids))
-    first = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids)
+    first = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids, joins=joins)
     shown = "".join(first.feed([token]) for token in ids[:place])
     offset = first.text_offset
     whole = shown + first.feed(ids[place:]) + first.finish()
 
-    again = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids, start_offset=offset)
+    again = Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids, joins=joins, start_offset=offset)
     resumed = "".join(again.feed(piece) for piece in pieces(ids, cut_at)) + again.finish()
 
     assert offset == len(shown)
     assert shown + resumed == whole
 
 
+@joined_or_not
 @anything
 @given(ids=ids_lists, stop=stops, cut_at=cuts)
 def test_how_much_is_shown_depends_on_the_tokens_alone(
-    tiny: ModelFiles, ids: list[int], stop: list[str], cut_at: list[int]
+    tiny: ModelFiles, joins: bool, ids: list[int], stop: list[str], cut_at: list[int]
 ) -> None:
-    one, many = (Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids) for _ in range(2))
+    one, many = (
+        Detokenizer(tiny.decode, stop=stop, silent_ids=tiny.silent_ids, joins=joins) for _ in range(2)
+    )
     for token in ids:
         one.feed([token])
     for piece in pieces(ids, cut_at):

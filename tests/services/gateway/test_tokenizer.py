@@ -161,6 +161,7 @@ class TestPieces:
 
         assert b"".join(map(model.pieces.bytes_of, ids)).decode() == self.TEXT
         assert model.pieces.bytes_of(ids[-1]) == b"er"
+        assert model.pieces.joins
 
     @pytest.mark.parametrize("sequence", [True, False])
     def test_of_a_sentence_piece_tokenizer_keep_their_blanks_and_bytes(self, sequence: bool) -> None:
@@ -174,6 +175,7 @@ class TestPieces:
 
         assert [pieces.bytes_of(token) for token in (1, 2, 3)] == [b" the", b" quick", b" "]
         assert b"".join(pieces.bytes_of(4 + octet) for octet in "€".encode()).decode() == "€"
+        assert not pieces.joins
 
     def test_of_any_other_tokenizer_are_their_texts(self) -> None:
         tokenizer = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
