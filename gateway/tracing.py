@@ -38,6 +38,11 @@ class CallSpan:
         self._cached_tokens = 0
         self._failed = ""
 
+    @property
+    def records(self) -> bool:
+        """Return whether there is a span, so that what is passed here is recorded."""
+        return self._span is not None
+
     def accepted(self, accepted: Sequence[inference_pb2.Accepted]) -> None:
         """Record that all choices are in the store."""
         if self._span is None:

@@ -1,7 +1,7 @@
 """Output as server-sent events.
 
 Events go straight to the connection's transport, once the link has handled the message that brought the
-tokens. The task of a call sleeps meanwhile: it is needed for the end, for a failure, and for a client that is
+tokens. The task of a call sleeps; it is needed for the end, for a failure, and for a client that is
 behind, whose tokens wait in its stream and are then sent together.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
+from itertools import starmap
 
 from aiohttp import HttpVersion11, web
 
@@ -103,8 +105,8 @@ class _Sender:
 
     async def send_all(self, first: Sequence[tuple[int, Piece]]) -> None:
         """Send all output, `first` before what follows. Raises the failure of an output."""
-        self.write(self._reply.opening() + self._events(first))
-        self._generation.listen(self._on_news)
+        self.write(self._reply.opening() + b"".join(starmap(self._reply.events, first)))
+        self._generation.listen(partial(self._turn.add, self))
         while True:
             self.write(self.take())
             await self._needed()
@@ -126,7 +128,7 @@ class _Sender:
             self._needs_task.set()
             return b""
         try:
-            events = self._events(self._generation.take())
+            events = b"".join(starmap(self._reply.events, self._generation.take()))
         except Exception as error:
             self._failure = error
             self._needs_task.set()
@@ -141,14 +143,8 @@ class _Sender:
             self._wrote_at = self._time()
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
-    def _events(self, pieces: Sequence[tuple[int, Piece]]) -> bytes:
-        return b"".join([self._reply.events(choice, piece) for choice, piece in pieces])
-
-    def _on_news(self) -> None:
-        self._turn.add(self)
-
     async def _needed(self) -> None:
-        """Wait until the task has something to do; meanwhile, send comments that show the client a live
+        """Wait until the task has something to do. During a silence, send comments that show the client a live
         connection."""
         while True:
             try:

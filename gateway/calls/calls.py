@@ -262,7 +262,7 @@ class Calls:
             attachment.metrics = stack.enter_context(
                 StreamMetrics(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
             )
-            attachment.span = span
+            attachment.span = span if span is not None and span.records else None
         if span is not None:
             span.accepted(accepted)
         generation = Generation(accepted, attachments)

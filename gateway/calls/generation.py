@@ -53,16 +53,11 @@ class Generation:
         self.accepted = accepted
         """The first message of each choice, by choice."""
         self._attachments = attachments
-        self._left = len(attachments)
-        """Choices that have not ended."""
+        self.over = False
+        """Every choice has ended, and all of its output was returned."""
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self.listen(self._news.set)
-
-    @property
-    def over(self) -> bool:
-        """Return whether every choice has ended and all of its output was returned."""
-        return self._left == 0
 
     def listen(self, on_news: Callable[[], object]) -> None:
         """Have `on_news` called whenever output begins to wait for `take`. It is called within the link's
@@ -78,7 +73,8 @@ class Generation:
         for choice, attachment in enumerate(self._attachments):
             if attachment.stream.has_news and not attachment.over:
                 pieces.append((choice, attachment.take(now)))
-                self._left -= attachment.over
+                if attachment.over:
+                    self.over = all(each.over for each in self._attachments)
         return pieces
 
     async def read(self) -> list[tuple[int, Piece]]:

@@ -40,7 +40,8 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class ClientStream:
-    """One attachment. Only `Streams` changes it."""
+    """One attachment. Only `Streams` changes it; of what is derived from its state, that which is read for every
+    delivery is kept."""
 
     attachment_id: str
     tenant: str
@@ -65,27 +66,18 @@ class ClientStream:
     waiting: Batch = field(default_factory=lambda: Batch(0))
     has_news: bool = False  # something waits for the call
     on_news: Callable[[], object] = lambda: None  # called when `has_news` becomes true; must not raise
-
-    @property
-    def over(self) -> bool:
-        """Return whether nothing more will arrive."""
-        return self.state in (StreamState.ENDED, StreamState.FAILED)
-
-    @property
-    def paused(self) -> bool:
-        """Return whether deliveries are discarded until the client has read."""
-        return self.state in (StreamState.PAUSED, StreamState.RESTORING_PAUSED)
+    over: bool = False
+    """Nothing more will arrive."""
+    paused: bool = False
+    """Deliveries are discarded until the client has read."""
+    receives: bool = False
+    """Tokens are taken as they arrive. Before acceptance a stream cannot know its stop strings; tokens
+    that arrive too early are requested again."""
 
     @property
     def restoring(self) -> bool:
         """Return whether the request was submitted again, because the record lost it."""
         return self.state in (StreamState.RESTORING, StreamState.RESTORING_PAUSED)
-
-    @property
-    def receives(self) -> bool:
-        """Return whether tokens are taken as they arrive. Before acceptance a stream cannot know its stop
-        strings; tokens that arrive too early are requested again."""
-        return self.state in (StreamState.OPEN, StreamState.RESTORING)
 
     @property
     def submits(self) -> bool:
@@ -101,6 +93,9 @@ class ClientStream:
     def step(self, event: StreamEvent) -> StreamAction:
         """Enter the state that follows; return what to do."""
         self.state, action = step(self.state, event)
+        self.over = self.state in (StreamState.ENDED, StreamState.FAILED)
+        self.paused = self.state in (StreamState.PAUSED, StreamState.RESTORING_PAUSED)
+        self.receives = self.state in (StreamState.OPEN, StreamState.RESTORING)
         return action
 
     def submission(self, now: float) -> Message:

@@ -204,12 +204,13 @@ class Streams:
         streams = self._by_request.get(delivery.request_id)
         if streams is None:
             return []
-        if delivery.attachment_id:
-            stream = streams.get(delivery.attachment_id)
+        if attachment_id := delivery.attachment_id:
+            stream = streams.get(attachment_id)
             return [] if stream is None else self._receive(stream, delivery, now)
-        return [
-            message for stream in list(streams.values()) for message in self._receive(stream, delivery, now)
-        ]
+        messages = []
+        for stream in streams.values():
+            messages += self._receive(stream, delivery, now)
+        return messages
 
     # ---- internals
 
@@ -223,17 +224,19 @@ class Streams:
             metrics.REATTACHED.inc()
             return [self._attachment(stream, now)]
         token_ids: Sequence[int] = delivery.token_ids[known:]
+        count = len(token_ids)
         waiting = stream.waiting
         room = self._buffer_tokens - len(waiting.token_ids)
-        fits = len(token_ids) <= room
+        fits = count <= room
         if not fits:
+            count = room
             token_ids = token_ids[:room]
             stream.step(StreamEvent.OVERFLOWED)
             metrics.PAUSES.inc()
-        waiting.token_ids.extend(token_ids)
-        if delivery.logprobs:
-            waiting.logprobs.extend(delivery.logprobs[known : known + len(token_ids)])
-        stream.next_token += len(token_ids)
+        waiting.token_ids += token_ids
+        if logprobs := delivery.logprobs:
+            waiting.logprobs += logprobs[known : known + count]
+        stream.next_token += count
         if stream.submit is not None:
             stream.received.extend(token_ids)
         if fits and delivery.HasField("end"):
