@@ -65,17 +65,27 @@ class Reply:
 
     def add(self, choice: int, piece: Piece) -> None:
         """Add a piece of a choice. Raises the failure of a failed choice."""
+        self._add_output(choice, piece)
+        if piece.end is not None:
+            self._add_end(choice, piece.end)
+
+    def _add_output(self, choice: int, piece: Piece) -> None:
         kept = self._choices[choice]
         self._completion_tokens += len(piece.token_ids)
         if piece.logprobs:
             kept.logprobs.extend(zip(piece.token_ids, piece.logprobs, strict=False))
         if not self._parsed.stream:
             kept.texts.append(piece.text)
-        if piece.end is not None:
-            _raise_failure(piece.end)
-            kept.end = piece.end
-            for each in self._choices:  # the end changes the usage that they show
-                each.around_text = None
+
+    def _add_end(self, choice: int, ended: inference_pb2.Ended) -> None:
+        end = end_of_reason(ended.finish_reason)
+        if end is End.CANCELLED:
+            raise Cancelled(f"request {ended.request_id} was cancelled")
+        if OPENAI[end] is None:
+            raise LapsSdError(ended.error or "the request failed")
+        self._choices[choice].end = ended
+        for each in self._choices:  # the end changes the usage that they show
+            each.around_text = None
 
     def whole(self) -> Json:
         """Return the answer of a call without stream; every choice has ended."""
@@ -108,9 +118,10 @@ class Reply:
     def events(self, choice: int, piece: Piece) -> bytes:
         """Return the events of a piece, and add it. Raises the failure of a failed choice; then the piece has
         no events."""
-        self.add(choice, piece)
+        self._add_output(choice, piece)
         events = self._text_event(choice, piece.text) if piece.text else b""
         if piece.end is not None:
+            self._add_end(choice, piece.end)
             last: Json = {"delta": {}} if self._chat else {"text": ""}
             events += sse(self._chunk(choice, last, _finish(self._choices[choice])))
         return events
@@ -253,15 +264,6 @@ class Reply:
                 "preemptions": timing.preemptions,
             }
         return metrics
-
-
-def _raise_failure(ended: inference_pb2.Ended) -> None:
-    """Raise the failure of an output that ended without success."""
-    end = end_of_reason(ended.finish_reason)
-    if end is End.CANCELLED:
-        raise Cancelled(f"request {ended.request_id} was cancelled")
-    if OPENAI[end] is None:
-        raise LapsSdError(ended.error or "the request failed")
 
 
 def _finish(choice: _Choice) -> str | None:

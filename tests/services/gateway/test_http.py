@@ -81,6 +81,11 @@ async def events(response: aiohttp.ClientResponse) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+async def next_usage(response: aiohttp.ClientResponse) -> Any:
+    """Return the usage in the next server-sent event."""
+    return json.loads((await response.content.readuntil(b"\n\n")).removeprefix(b"data: "))["usage"]
+
+
 async def nobody_left(served: Served) -> None:
     await wait_until_async(
         lambda: len(served.running.link.streams) == 0, description="an empty registry", every_s=0.005
@@ -265,6 +270,25 @@ class TestAStream:
             assert chunk == expected
             assert list(chunk) == list(expected)
             assert event == f"data: {json.dumps(expected, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    async def test_counts_the_usage_of_all_its_outputs_in_each_of_them(self, served: Served) -> None:
+        ids = served.running.model.encode_rendered("hello world")
+        body = TEXT | {"stream": True, "n": 2, "stream_options": CONTINUOUS}
+        async with served.session.post(served.url + "/v1/completions", json=body) as response:
+            await served.scheduler.submitted(2)
+            first, second = served.scheduler.record.requests
+            served.scheduler.commit(second, ids[:1])
+            usages = [await next_usage(response)]
+            served.scheduler.commit(
+                first, ids, link_pb2.RequestEnd(kind=Kind.KIND_STOP, cached_prompt_tokens=1)
+            )
+            usages += [await next_usage(response), await next_usage(response)]
+            served.scheduler.commit(second, ids[1:])
+            usages.append(await next_usage(response))
+
+        assert [usage["completion_tokens"] for usage in usages] == [1, *[1 + len(ids)] * 2, 2 * len(ids)]
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+        assert cached == [0, 0, 1, 1]
 
     async def test_a_failure_behind_the_first_chunk_is_an_event(self, served: Served) -> None:
         async with served.session.post(
