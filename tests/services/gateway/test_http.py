@@ -1066,13 +1066,19 @@ class TestTheServer:
         served = await serve(
             tls_cert=folder / "cert.pem", tls_key=folder / "key.pem", tls_client_ca=folder / "ca.pem"
         )
-        url = served.url.replace("http://", "https://") + "/health"
+        secure = served.url.replace("http://", "https://")
+        url = secure + "/health"
         known = ssl.create_default_context(cafile=folder / "ca.pem")
         stranger = ssl.create_default_context(cafile=folder / "ca.pem")
         known.load_cert_chain(folder / "cert.pem", folder / "key.pem")
 
         async with served.session.get(url, ssl=known) as response:
             assert response.status == 200
+        body = TEXT | {"stream": True}
+        async with served.session.post(secure + "/v1/completions", json=body, ssl=known) as response:
+            await served.finished()
+            chunks = await events(response)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
         with pytest.raises(aiohttp.ClientError):
             await served.session.get(url, ssl=stranger)
         with pytest.raises(aiohttp.ClientError):
