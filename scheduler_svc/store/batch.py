@@ -226,6 +226,8 @@ class Batch:
             if one.call.script is scripts.APPEND and reply[0] == b"behind":
                 self._store.distrust()
                 raise Fenced("the log is not the one that this leader wrote")
+            if one.call.script is scripts.APPEND and _STATUS[reply[0]] is TransitionStatus.OK:
+                continue
             for place, status in _by_place(one, reply):
                 if not isinstance(place, str):
                     answers[id(place[0])][place[1]] = status
@@ -320,18 +322,23 @@ class _Encoder:
         """Plan progress as rows of the log; ends, and what this copy does not expect, as script calls."""
         others: list[int] = []
         for index, commit in enumerate(work.entries):
-            expected = self._plan.expects(commit)
-            if expected is None:
-                others.append(index)
-            elif not expected:
-                self._encoded.known.append((work, index, TransitionStatus.STALE))
-            elif (sequence := self._plan.append(commit)) is None:
-                self._encoded.known.append((work, index, TransitionStatus.ALREADY))
-            else:
-                self._rows.append(
-                    pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
-                )
-                self._logged.append((work, index))
+            sequence = self._plan.continues(commit)
+            if sequence is None:
+                expected = self._plan.expects(commit)
+                if expected is None:
+                    others.append(index)
+                    continue
+                if not expected:
+                    self._encoded.known.append((work, index, TransitionStatus.STALE))
+                    continue
+                sequence = self._plan.append(commit)
+                if sequence is None:
+                    self._encoded.known.append((work, index, TransitionStatus.ALREADY))
+                    continue
+            self._rows.append(
+                pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
+            )
+            self._logged.append((work, index))
         self._fold(work.entries[index].request_id for index in others)
         for index in others:
             if work.entries[index].end is not None:

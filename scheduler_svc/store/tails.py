@@ -172,6 +172,10 @@ class Plan:
         self._now_ms = now_ms
         self._planned: dict[str, _Planned] = {}
         self._ended: set[str] = set()
+        self._continued: list[tuple[Tail, Commit]] = []
+        """Progress of requests to which nothing else happens in the batch, which is most of it."""
+        self._reached: dict[str, int] = {}
+        """Tokens of these requests after it."""
 
     def of(self, request_id: str) -> _Planned | None:
         """Return the planned state of an unfinished request; None for one that is unknown or ends here."""
@@ -189,7 +193,36 @@ class Plan:
                 tail.first_ms,
                 certain=not (tail.doubted or self._tails.ahead),
             )
+            if request_id in self._reached:
+                self._plan_continued(request_id, planned)
         return planned
+
+    def _plan_continued(self, request_id: str, planned: _Planned) -> None:
+        """Plan what `continues` has taken of a request: something else happens to it too."""
+        del self._reached[request_id]
+        others: list[tuple[Tail, Commit]] = []
+        for tail, commit in self._continued:
+            if tail is planned.tail:
+                self._add(planned, commit)
+            else:
+                others.append((tail, commit))
+        self._continued = others
+
+    def continues(self, commit: Commit) -> int | None:
+        """Plan a row for progress that continues a request to which nothing else has happened in the batch.
+        Return the request's sequence number; None: nothing is planned, ask `expects`.
+        """
+        request_id, tails = commit.request_id, self._tails
+        tail = tails.by_id.get(request_id)
+        if tail is None or tail.lease_epoch != commit.lease_epoch or tail.doubted or tails.ahead:
+            return None
+        if commit.end is not None or not commit.tokens or request_id in self._planned:
+            return None
+        if commit.position != self._reached.get(request_id, tail.committed):
+            return None
+        self._reached[request_id] = commit.position + len(commit.tokens)
+        self._continued.append((tail, commit))
+        return tail.sequence
 
     def expects(self, commit: Commit) -> bool | None:
         """Return whether the copy alone shows what the record would answer to progress: True, it takes it;
@@ -212,13 +245,16 @@ class Plan:
         was, now = planned.standing, commit.standing
         if not commit.tokens and (was.rounds, was.attained_s) == (now.rounds, now.attained_s):
             return None
+        self._add(planned, commit)
+        return planned.tail.sequence
+
+    def _add(self, planned: _Planned, commit: Commit) -> None:
         if commit.position == 0 and commit.tokens:
             planned.first_ms = self._now_ms
         planned.tokens += commit.tokens
         planned.committed += len(commit.tokens)
-        planned.standing = now
+        planned.standing = commit.standing
         planned.logged = True
-        return planned.tail.sequence
 
     def tail_of(self, request_id: str) -> tuple[int, list[int], Standing, int | None] | None:
         """Return the position and the tokens that only the log holds, the progress, and when its first token
@@ -297,6 +333,15 @@ class Plan:
         if entry_bytes:
             tails.newest, tails.has_entries = f"{entry}-0", True
             tails.written_bytes += entry_bytes
+        here = Unfolded(entry, self._now_ms, tails.written_bytes)
+        for tail, commit in self._continued:
+            tail.committed += len(commit.tokens)
+            tail.tokens.extend(commit.tokens)
+            tail.standing = commit.standing
+            if commit.position == 0:
+                tail.first_ms = self._now_ms
+            if commit.request_id not in tails.unfolded:
+                tails.unfolded[commit.request_id] = here
         for request_id, planned in self._planned.items():
             if request_id in self._ended:
                 continue
@@ -309,6 +354,6 @@ class Plan:
             if planned.folds:
                 tails.unfolded.pop(request_id, None)
             if planned.logged:
-                tails.unfolded.setdefault(request_id, Unfolded(entry, self._now_ms, tails.written_bytes))
+                tails.unfolded.setdefault(request_id, here)
         for request_id in self._ended:
             tails.forget(request_id)

@@ -120,6 +120,18 @@ MISTAKES = (
         "            tail.tokens.extend(planned.tokens)\n",
         "",
     ),
+    Mistake(
+        "progress that continues a request is not kept for its fold",
+        "tails.py",
+        "            tail.tokens.extend(commit.tokens)\n",
+        "",
+    ),
+    Mistake(
+        "what else happens to a request forgets its progress in the batch",
+        "tails.py",
+        "            if request_id in self._reached:\n                self._plan_continued(request_id, planned)\n",
+        "",
+    ),
     Mistake("a refused fold counts", "batch.py", "plan.unexpected(place)", "pass"),
     Mistake("an answer counts twice", "batch.py", "if not encoded.answered:\n", "if True:\n"),
     Mistake(

@@ -286,6 +286,24 @@ class TestFolding:
         assert await client.hget(store.keys.request("r1"), "rounds") == b"4"
         assert store.tails.unfolded == {}
 
+    @pytest.mark.parametrize("apart", [True, False], ids=["a turn each", "one turn"])
+    async def test_of_tokens_with_progress_without_tokens_after_them(self, store: Store, apart: bool) -> None:
+        """Two reports about one request, a round and then a prefill, may come in one turn."""
+        await accept(store, a_request())
+        await lease(store)
+        round_, prefill = a_commit(tokens=(7, 8)), a_commit(position=2, tokens=(), standing=a_standing(rounds=9))
+        for commits in [[round_], [prefill]] if apart else [[round_, prefill]]:
+            batch = store.batch()
+            answer = batch.commit(commits)
+            await batch.execute()
+            assert set(answer.result()) == {OK}
+
+        batch = store.batch()
+        batch.commit([a_commit(position=2, tokens=(9,), end=End.STOP)])
+        await batch.execute()
+
+        assert (await read(store)).committed_ids == (7, 8, 9)
+
     async def test_that_arrives_long_after_it_was_sent_changes_nothing(
         self, store: Store, client: redis_client.Redis
     ) -> None:
