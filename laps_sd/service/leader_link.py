@@ -27,6 +27,7 @@ from dataclasses import dataclass
 __all__ = [
     "BACK_OFF_FIRST_S",
     "BACK_OFF_LONGEST_S",
+    "COLUMNS_VERSION",
     "MAX_REFERRALS",
     "PROTOCOL_VERSIONS",
     "BackOff",
@@ -41,8 +42,10 @@ __all__ = [
     "watch",
 ]
 
-PROTOCOL_VERSIONS = (1,)
+PROTOCOL_VERSIONS = (2, 1)
 """Versions of both links, newest first. A peer supports its newest and the one before."""
+COLUMNS_VERSION = 2
+"""First version of both links with columns for what has nothing but tokens."""
 
 # Two standbys may name each other for a moment, during a change of leader.
 MAX_REFERRALS = 4

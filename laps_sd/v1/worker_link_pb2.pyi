@@ -11,6 +11,7 @@ fault the next exchange brings both sides to the same state:
  * Only the lease epoch decides whether a report counts: another epoch than the record's means "drop the request".
  * A specification is sent before its request is assigned; a worker that lacks one sends SpecificationsMissing.
  * While there is no leader the worker keeps running, up to a limit of unacknowledged tokens per request.
+A stream has the newest protocol version of the hello that its scheduler supports. Version 2 adds RoundReport.plain.
 Terms: docs/glossary.md.
 """
 
@@ -480,6 +481,7 @@ class RoundReport(_message.Message):
     TOTAL_S_FIELD_NUMBER: _builtins.int
     FREE_TARGET_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_DRAFT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3 … per worker process."""
     draft_s: _builtins.float
@@ -495,6 +497,10 @@ class RoundReport(_message.Message):
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestProgress]: ...
     @_builtins.property
     def residency(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResidencyChanged]: ...
+    @_builtins.property
+    def plain(self) -> Global___PlainProgress:
+        """Progress of the requests that have nothing but tokens; no request is in both fields. From protocol version 2 on."""
+
     def __init__(
         self,
         *,
@@ -509,14 +515,67 @@ class RoundReport(_message.Message):
         total_s: _builtins.float = ...,
         free_target_blocks: _builtins.int = ...,
         free_draft_blocks: _builtins.int = ...,
+        plain: Global___PlainProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_s", b"draft_s", "free_draft_blocks", b"free_draft_blocks", "free_target_blocks", b"free_target_blocks", "idle_s", b"idle_s", "number", b"number", "prefill_s", b"prefill_s", "progress", b"progress", "residency", b"residency", "swap_s", b"swap_s", "total_s", b"total_s", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_s", b"draft_s", "free_draft_blocks", b"free_draft_blocks", "free_target_blocks", b"free_target_blocks", "idle_s", b"idle_s", "number", b"number", "plain", b"plain", "prefill_s", b"prefill_s", "progress", b"progress", "residency", b"residency", "swap_s", b"swap_s", "total_s", b"total_s", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
+
+@_typing.final
+class PlainProgress(_message.Message):
+    """Progress of requests whose round had output tokens, and no context tokens, prediction, logprobs, end or error, as columns: the
+    n-th entry of each column belongs to the n-th request. Drafts are tested up to the first token that is not accepted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    LEASE_EPOCHS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def lease_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New output tokens of each request."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of the first request, then those of the second, and so on."""
+
+    @_builtins.property
+    def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        lease_epochs: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        drafted: _abc.Iterable[_builtins.int] | None = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "lease_epochs", b"lease_epochs", "positions", b"positions", "request_ids", b"request_ids", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlainProgress: _TypeAlias = PlainProgress  # noqa: Y015
 
 @_typing.final
 class RequestProgress(_message.Message):

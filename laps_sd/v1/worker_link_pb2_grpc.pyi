@@ -11,6 +11,7 @@ fault the next exchange brings both sides to the same state:
  * Only the lease epoch decides whether a report counts: another epoch than the record's means "drop the request".
  * A specification is sent before its request is assigned; a worker that lacks one sends SpecificationsMissing.
  * While there is no leader the worker keeps running, up to a limit of unacknowledged tokens per request.
+A stream has the newest protocol version of the hello that its scheduler supports. Version 2 adds RoundReport.plain.
 Terms: docs/glossary.md.
 """
 

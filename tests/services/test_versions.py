@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 import redis
 
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -22,7 +23,8 @@ from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import SCHEMA_VERSION, Keys
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler, worker
 
-BEFORE, NOW, NEXT = 1, 2, 3
+NOW, BEFORE = PROTOCOL_VERSIONS
+NEXT = NOW + 1
 PATIENCE_S = 30.0
 SHARDS = itertools.count()
 
@@ -34,11 +36,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 
 
 @pytest.fixture
-async def scheduler(
-    valkey: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[SchedulerUnderTest]:
-    """Start a leader that supports a version and the one before."""
-    monkeypatch.setattr(service, "PROTOCOL_VERSIONS", (NOW, BEFORE))
+async def scheduler(valkey: EmbeddedServer) -> AsyncIterator[SchedulerUnderTest]:
     started = await start_scheduler(valkey.url, shard=f"v{next(SHARDS)}")
     try:
         await started.wait_leading()
@@ -142,7 +140,7 @@ async def test_a_worker_process_that_is_refused_ends_with_that_sentence(
     assert code == 1
     assert told.splitlines()[-1] == (
         "laps-sd worker: The scheduler of pool 'demo' refuses this worker: "
-        "protocol versions [1] are not supported, only [9, 8]"
+        "protocol versions [2, 1] are not supported, only [9, 8]"
     )
     assert "Traceback" not in told
 

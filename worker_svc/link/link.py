@@ -93,6 +93,8 @@ class SchedulerLink:
         self.leader_epoch = ""
         self.connected = False
         """True once a leader has greeted the present stream."""
+        self._version = 0
+        """Protocol version of the present stream."""
         self._on_greeted = on_greeted
         self._on_drain_ordered = on_drain_ordered
         self._cost = metrics.MeasuredCost()
@@ -334,6 +336,7 @@ class SchedulerLink:
                     f"{', '.join(map(str, PROTOCOL_VERSIONS))}."
                 )
             )
+        self._version = version
         self.leader_epoch = reply.leader_epoch
         self.connected = True
         metrics.CONNECTED.set(1)
@@ -360,7 +363,7 @@ class SchedulerLink:
             if self._missing:
                 await call.write(pb.WorkerMessage(missing=self._missing.next_message()))
             while self._outbox.unsent:
-                await call.write(pb.WorkerMessage(reports=self._outbox.next_message()))
+                await call.write(pb.WorkerMessage(reports=self._outbox.next_message(self._version)))
             if self._learnt is not None:
                 learnt, self._learnt = self._learnt, None
                 await call.write(pb.WorkerMessage(learnt_probe=learnt))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from laps_sd.service.leader_link import COLUMNS_VERSION
 from laps_sd.v1 import worker_link_pb2 as pb
 from worker_svc import metrics
+from worker_svc.link.wire import without_columns
 
 __all__ = ["Outbox"]
 
@@ -52,12 +54,16 @@ class Outbox:
         """Send all reports again: a new stream begins."""
         self._unsent = deque(self._kept)
 
-    def next_message(self) -> pb.RoundReports:
-        """Return unsent reports, within the bounds of a message, and mark them as sent."""
+    def next_message(self, protocol_version: int) -> pb.RoundReports:
+        """Return unsent reports, within the bounds of a message, and mark them as sent. They are as a scheduler
+        of this version reads them.
+        """
         batch: list[pb.RoundReport] = []
         room = BYTES_PER_MESSAGE
         while self._unsent and len(batch) < REPORTS_PER_MESSAGE and room > 0:
             report = self._unsent.popleft().report
+            if protocol_version < COLUMNS_VERSION:
+                report = without_columns(report)
             batch.append(report)
             if self._unsent:  # a report that goes alone need not be measured
                 room -= report.ByteSize()

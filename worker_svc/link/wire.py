@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from laps_sd import __version__
+from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
 from laps_sd.contract.sampling import LEAST_TEMPERATURE
@@ -21,6 +22,7 @@ from worker_svc.engine.interface import (
     Drafter,
     FormatKind,
     OutputFormat,
+    RequestRound,
     Sampling,
     Specification,
 )
@@ -36,6 +38,7 @@ __all__ = [
     "round_report",
     "specification",
     "wire_probe",
+    "without_columns",
 ]
 
 HELLO_BYTES = 4 * 1024 * 1024
@@ -116,39 +119,16 @@ def learnt_probe(message: pb.LearntProbe) -> LearntProbe | None:
 
 
 def round_report(outcome: Round) -> pb.RoundReport:
-    """Return the wire message of one report."""
+    """Return the wire message of one report, as a scheduler of the newest protocol version reads it."""
     result = outcome.result
+    plain: list[tuple[int, RequestRound]] = []
+    others: list[tuple[int, RequestRound]] = []
+    for row in outcome.progress:
+        (plain if _is_plain(row[1]) else others).append(row)
     return pb.RoundReport(
         number=outcome.number,
-        progress=[
-            pb.RequestProgress(
-                request_id=step.request_id,
-                lease_epoch=lease_epoch,
-                position=step.position,
-                token_ids=step.tokens,
-                drafted=step.drafted,
-                accepted=step.accepted,
-                tested_by_position=step.tested_by_position,
-                accepted_by_position=step.accepted_by_position,
-                prefilled=step.prefilled,
-                cached=step.cached,
-                end=ends.KINDS[step.finish],
-                cut_characters=step.cut_characters,
-                error=step.error or "",
-                predicted_remaining_tokens=step.predicted_remaining_tokens,
-                logprobs=[
-                    public_pb.TokenLogprobs(
-                        logprob=entry.logprob,
-                        top=[
-                            public_pb.TokenLogprob(token_id=token, logprob=logprob)
-                            for token, logprob in entry.top
-                        ],
-                    )
-                    for entry in step.logprobs
-                ],
-            )
-            for lease_epoch, step in outcome.progress
-        ],
+        plain=_plain_progress(plain) if plain else None,
+        progress=[_progress(lease_epoch, step) for lease_epoch, step in others],
         residency=[
             pb.ResidencyChanged(
                 request_id=request_id, lease_epoch=lease_epoch, residency=RESIDENCIES[residency]
@@ -164,6 +144,83 @@ def round_report(outcome: Round) -> pb.RoundReport:
         free_target_blocks=result.free_target_blocks,
         free_draft_blocks=result.free_draft_blocks,
     )
+
+
+def _is_plain(step: RequestRound) -> bool:
+    """Return whether the columns of a report can carry all that this step has."""
+    return (
+        step.tokens != ()
+        and step.finish is None
+        and step.predicted_remaining_tokens is None
+        and not (step.prefilled or step.cached or step.cut_characters or step.error or step.logprobs)
+        and by_position(step.accepted, step.drafted) == (step.tested_by_position, step.accepted_by_position)
+    )
+
+
+def _plain_progress(rows: Sequence[tuple[int, RequestRound]]) -> pb.PlainProgress:
+    steps = [step for _, step in rows]
+    return pb.PlainProgress(
+        request_ids=[step.request_id for step in steps],
+        lease_epochs=[lease_epoch for lease_epoch, _ in rows],
+        positions=[step.position for step in steps],
+        token_counts=[len(step.tokens) for step in steps],
+        token_ids=[token for step in steps for token in step.tokens],
+        drafted=[step.drafted for step in steps],
+        accepted=[step.accepted for step in steps],
+    )
+
+
+def _progress(lease_epoch: int, step: RequestRound) -> pb.RequestProgress:
+    return pb.RequestProgress(
+        request_id=step.request_id,
+        lease_epoch=lease_epoch,
+        position=step.position,
+        token_ids=step.tokens,
+        drafted=step.drafted,
+        accepted=step.accepted,
+        tested_by_position=step.tested_by_position,
+        accepted_by_position=step.accepted_by_position,
+        prefilled=step.prefilled,
+        cached=step.cached,
+        end=ends.KINDS[step.finish],
+        cut_characters=step.cut_characters,
+        error=step.error or "",
+        predicted_remaining_tokens=step.predicted_remaining_tokens,
+        logprobs=[
+            public_pb.TokenLogprobs(
+                logprob=entry.logprob,
+                top=[public_pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top],
+            )
+            for entry in step.logprobs
+        ],
+    )
+
+
+def without_columns(report: pb.RoundReport) -> pb.RoundReport:
+    """Return the same report as a scheduler of protocol version 1 reads it."""
+    plain = report.plain
+    same = pb.RoundReport()
+    same.CopyFrom(report)
+    same.ClearField("plain")
+    rows = zip(
+        plain.request_ids, plain.lease_epochs, plain.positions, plain.token_counts, plain.drafted, plain.accepted,
+        strict=True,
+    )  # fmt: skip
+    first = 0
+    for request_id, lease_epoch, position, count, drafted, accepted in rows:
+        tested_by_position, accepted_by_position = by_position(accepted, drafted)
+        same.progress.add(
+            request_id=request_id,
+            lease_epoch=lease_epoch,
+            position=position,
+            token_ids=plain.token_ids[first : first + count],
+            drafted=drafted,
+            accepted=accepted,
+            tested_by_position=tested_by_position,
+            accepted_by_position=accepted_by_position,
+        )
+        first += count
+    return same
 
 
 def listed(entry: pb.AssignmentEntry) -> Listed:

@@ -250,7 +250,7 @@ class TestFindingTheLeader:
     ) -> None:
         hello = scheduler.all_heard("hello")[0]
 
-        assert list(hello.protocol_versions) == [1]
+        assert list(hello.protocol_versions) == [2, 1]
         assert hello.gateway_id == running.link.gateway_id
         assert metrics.value("laps_sd_gateway_link_up", {"shard": "s0"}) == 1
 

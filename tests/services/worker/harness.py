@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.inference_pb2 import SamplingParams
@@ -20,6 +21,7 @@ from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkServicer, add_WorkerLinkSe
 from worker_svc.engine.interface import Engine, RoundResult, Sampling, Specification
 from worker_svc.fake.engine import FakeEngine
 from worker_svc.link.link import SchedulerLink
+from worker_svc.link.wire import without_columns
 from worker_svc.runner.messages import Assigned, Listed, Message, Outcome, Round, Specified
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.thread import EngineThread, QueueInbox
@@ -146,9 +148,9 @@ class Stream:
             )
         )
 
-    async def greet(self, leader_epoch: str = LEADER) -> None:
+    async def greet(self, leader_epoch: str = LEADER, *, version: int = PROTOCOL_VERSIONS[0]) -> None:
         self.leader_epoch = leader_epoch
-        await self.send(hello=gateway_pb.SchedulerHello(shard="s0", protocol_version=1, pool="demo"))
+        await self.send(hello=gateway_pb.SchedulerHello(shard="s0", protocol_version=version, pool="demo"))
 
     async def lease(self, *specs: Specification, lease_epoch: int = 1) -> None:
         leased = [
@@ -182,7 +184,8 @@ class Stream:
         await self.until(lambda s: any(p.request_id == name and p.end for p in s.progress()), f"{name} ends")
 
     def progress(self) -> list[pb.RequestProgress]:
-        return [progress for report in self.reports for progress in report.progress]
+        """Return the progress in all reports, also that in columns."""
+        return [progress for report in self.reports for progress in without_columns(report).progress]
 
     def tokens(self, name: str) -> tuple[int, ...]:
         return collect([(p.position, p.token_ids) for p in self.progress() if p.request_id == name])
@@ -250,9 +253,9 @@ class Scheduler(WorkerLinkServicer):
         async with asyncio.timeout(PATIENCE_S):
             return await self.streams.get()
 
-    async def greet(self, leader_epoch: str = LEADER) -> Stream:
+    async def greet(self, leader_epoch: str = LEADER, *, version: int = PROTOCOL_VERSIONS[0]) -> Stream:
         stream = await self.accept()
-        await stream.greet(leader_epoch)
+        await stream.greet(leader_epoch, version=version)
         return stream
 
 

@@ -47,7 +47,7 @@ async def test_hello_says_who_and_what_the_worker_is() -> None:
 
         assert (hello.worker_id, hello.worker_name, hello.pool) == (w.link.worker_id, "w", "p")
         assert hello.worker_id.startswith("w-")
-        assert list(hello.protocol_versions) == [1]
+        assert list(hello.protocol_versions) == [2, 1]
         assert (hello.slots, hello.target_blocks, hello.block_size, hello.max_draft_tokens) == (
             3,
             1024,
@@ -143,7 +143,7 @@ async def test_unacknowledged_reports_are_offered_again_in_order_after_a_break()
         assert held.residency == pb.HeldRequest.RESIDENCY_DEVICE
         assert 5 <= hello.last_report <= 7
         # Together, the acknowledged outputs, the hello and the reports contain everything once.
-        committed = [token for report in first.reports[:2] for token in report.progress[0].token_ids]
+        committed = [token for p in first.progress()[:2] for token in p.token_ids]
         assert list(held.specification.committed_ids) == committed
         assert held.emitted == len(committed) + len(held.unacknowledged_ids)
         assert [report.number for report in second.reports] == list(range(3, 3 + len(second.reports)))
@@ -166,6 +166,55 @@ async def test_reports_that_are_offered_again_come_in_messages_of_bounded_size(
 
         assert again.reports == first.reports
         assert max(again.messages) <= 4
+
+
+async def test_what_has_nothing_but_tokens_is_reported_in_columns() -> None:
+    one, engine = spec("a"), FakeEngine(slots=2)
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet(version=2)
+        await stream.lease(one)
+        await stream.assign("a")
+        await stream.until_ended("a")
+
+        assert stream.tokens("a") == engine.expected(one)[0]
+        assert [list(report.plain.request_ids) for report in stream.reports[1:-1]] == [["a"]] * (
+            len(stream.reports) - 2
+        )
+        left = [progress for report in stream.reports for progress in report.progress]
+        assert all(progress.prefilled or progress.end for progress in left)
+
+
+async def test_a_scheduler_of_version_1_gets_no_columns_and_all_tokens() -> None:
+    one, engine = spec("a"), FakeEngine(slots=2)
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet(version=1)
+        await stream.lease(one)
+        await stream.assign("a")
+        await stream.until_ended("a")
+
+        assert stream.tokens("a") == engine.expected(one)[0]
+        assert not any(report.HasField("plain") for report in stream.reports)
+
+
+async def test_reports_are_offered_again_as_the_version_of_the_new_stream_has_them() -> None:
+    """During a rolling upgrade the next leader may have another version."""
+    one, engine = spec("a"), FakeEngine(slots=2)
+    async with scheduler() as s, worker(s.address, engine=engine):
+        heard = []
+        for version in (2, 1, 2):
+            stream = await s.greet(version=version)
+            if not heard:
+                await stream.lease(one)
+                await stream.assign("a")
+            await stream.until_ended("a")
+            heard.append(stream)
+            stream.close.set()
+        newest, oldest, again = heard
+
+        assert [stream.tokens("a") for stream in heard] == [engine.expected(one)[0]] * 3
+        assert any(report.HasField("plain") for report in newest.reports)
+        assert not any(report.HasField("plain") for report in oldest.reports)
+        assert again.reports == newest.reports
 
 
 def test_a_hello_tells_of_all_that_is_held_and_is_no_larger_than_a_scheduler_takes() -> None:
