@@ -35,6 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
 from bench.report import about, finish, progress, table
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.wire import server_options
 from laps_sd.stack.readiness import is_serving
@@ -75,6 +76,7 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
         self._options = options
         self._outbox: asyncio.Queue[link_pb2.GatewayLinkReply] = asyncio.Queue()
         self._ids: list[str] = []
+        self._attachments: list[str] = []
         self.sent: dict[str, list[float]] = {}
         self.done = asyncio.Event()
 
@@ -82,7 +84,9 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
         self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: Any
     ) -> AsyncIterator[link_pb2.GatewayLinkReply]:
         await anext(request_iterator)
-        hello = link_pb2.SchedulerHello(shard="s0", protocol_version=1, software_version="bench", pool="demo")
+        hello = link_pb2.SchedulerHello(
+            shard="s0", protocol_version=PROTOCOL_VERSIONS[0], software_version="bench", pool="demo"
+        )
         yield link_pb2.GatewayLinkReply(leader_epoch="1-bench", hello=hello)
         tasks = [asyncio.create_task(self._listen(request_iterator)), asyncio.create_task(self._beat())]
         try:
@@ -106,6 +110,7 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
                     submit_reply=link_pb2.SubmitReply(submission_id=submit.submission_id, accepted=accepted)
                 )
                 self._ids.append(submit.request_id)
+                self._attachments.append(submit.attachment_id)
                 if len(self._ids) == self._options.streams:
                     self._delivering = asyncio.create_task(self._deliver())
 
@@ -117,18 +122,17 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
         given = 0
         while given < total:
             due = min(total, int((time.monotonic() - began) * self._options.rate))
-            deliveries = []
+            plain = link_pb2.PlainDeliveries()
             for number in range(given, due):
-                request_id = ids[number % len(ids)]
-                times = self.sent[request_id]
+                times = self.sent[ids[number % len(ids)]]
                 first = TOKENS * len(times)
-                tokens = [300 + (first + place) % 500 for place in range(TOKENS)]
-                deliveries.append(
-                    link_pb2.Delivery(request_id=request_id, first_token=first, token_ids=tokens)
-                )
+                plain.attachment_ids.append(self._attachments[number % len(ids)])
+                plain.first_tokens.append(first)
+                plain.token_counts.append(TOKENS)
+                plain.token_ids.extend(300 + (first + place) % 500 for place in range(TOKENS))
                 times.append(time.monotonic())
-            if deliveries:
-                self._send(deliveries=link_pb2.Deliveries(deliveries=deliveries))
+            if due > given:
+                self._send(deliveries=link_pb2.Deliveries(plain=plain))
             given = due
             await asyncio.sleep(TICK_S)
         end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_LENGTH)

@@ -339,6 +339,8 @@ class ShardLink:
                 for delivery in reply.deliveries.deliveries:
                     if messages := self.streams.on_delivery(delivery, now):
                         self._send(*messages)
+                if messages := self.streams.on_plain_deliveries(reply.deliveries.plain, now):
+                    self._send(*messages)
             case "cancel_reply":
                 _, answer = self._cancels.get(reply.cancel_reply.cancel_id, (None, None))
                 if answer is not None and not answer.done():

@@ -19,6 +19,7 @@ repeats it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from gateway import metrics
 from gateway.links.client_stream import Accepted, Batch, ClientStream, Message
@@ -27,6 +28,7 @@ from gateway.links.stream_state import StreamAction, StreamEvent, StreamState
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
 from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
 
 ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
 LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler accepts no longer deadline
@@ -204,26 +206,49 @@ class Streams:
         streams = self._by_request.get(delivery.request_id)
         if streams is None:
             return []
-        if attachment_id := delivery.attachment_id:
-            stream = streams.get(attachment_id)
-            return [] if stream is None else self._receive(stream, delivery, now)
+        end = delivery.end if delivery.HasField("end") else None
+        given = delivery.first_token, delivery.token_ids, now, delivery.logprobs, end
+        if delivery.attachment_id:
+            stream = streams.get(delivery.attachment_id)
+            return [] if stream is None else self._receive(stream, *given)
+        return [message for stream in list(streams.values()) for message in self._receive(stream, *given)]
+
+    def on_plain_deliveries(self, plain: link_pb2.PlainDeliveries, now: float) -> list[Message]:
+        """Handle committed tokens in columns. Columns that do not fit together are discarded; what was in them
+        is requested again when later tokens show the gap.
+        """
+        attachment_ids, firsts = plain.attachment_ids, plain.first_tokens
+        counts, token_ids = plain.token_counts[:], plain.token_ids[:]
+        if not len(attachment_ids) == len(firsts) == len(counts) or sum(counts) != len(token_ids):
+            return []
         messages = []
-        for stream in streams.values():
-            messages += self._receive(stream, delivery, now)
+        rows = zip(attachment_ids, firsts, counts, accumulate(counts), strict=True)
+        for attachment_id, first_token, count, end in rows:
+            stream = self._by_attachment.get(attachment_id)
+            if stream is not None:
+                messages += self._receive(stream, first_token, token_ids[end - count : end], now)
         return messages
 
     # ---- internals
 
-    def _receive(self, stream: ClientStream, delivery: link_pb2.Delivery, now: float) -> list[Message]:
+    def _receive(
+        self,
+        stream: ClientStream,
+        first_token: int,
+        token_ids: Sequence[int],
+        now: float,
+        logprobs: Sequence[inference_pb2.TokenLogprobs] = (),
+        end: link_pb2.RequestEnd | None = None,
+    ) -> list[Message]:
         if not stream.receives:
             return []
-        known = stream.next_token - delivery.first_token
+        known = stream.next_token - first_token
         if known < 0:
             if stream.attach_id or stream.retry_at is not None:
                 return []
             metrics.REATTACHED.inc()
             return [self._attachment(stream, now)]
-        token_ids: Sequence[int] = delivery.token_ids[known:]
+        token_ids = token_ids[known:]
         count = len(token_ids)
         waiting = stream.waiting
         room = self._buffer_tokens - len(waiting.token_ids)
@@ -234,13 +259,13 @@ class Streams:
             stream.step(StreamEvent.OVERFLOWED)
             metrics.PAUSES.inc()
         waiting.token_ids += token_ids
-        if logprobs := delivery.logprobs:
+        if logprobs:
             waiting.logprobs += logprobs[known : known + count]
         stream.next_token += count
         if stream.submit is not None:
             stream.received.extend(token_ids)
-        if fits and delivery.HasField("end"):
-            stream.end = delivery.end
+        if fits and end is not None:
+            stream.end = end
             stream.step(StreamEvent.ENDED)
             self._forget_questions(stream)
         if waiting.token_ids or stream.over:

@@ -7,7 +7,8 @@ The gateway dials; there is one bidirectional stream per gateway and shard. It s
 heartbeats every second. Every scheduler message carries the leader epoch; a gateway refuses any epoch but the newest
 it has seen in a SchedulerHello. When the stream breaks, the gateway dials the shard's seeds until it finds the leader,
 sends its hello, and attaches all its live streams again after the tokens it has shown: its clients
-notice a pause. Services exchange token ids, no text. Terms: docs/glossary.md.
+notice a pause. Services exchange token ids, no text. Version 2 of the protocol adds Deliveries.plain.
+Terms: docs/glossary.md.
 """
 
 from collections import abc as _abc
@@ -882,20 +883,66 @@ class Deliveries(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DELIVERIES_FIELD_NUMBER: _builtins.int
+    PLAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deliveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delivery]: ...
+    @_builtins.property
+    def plain(self) -> Global___PlainDeliveries:
+        """What has nothing but tokens; no attachment is in both fields. From protocol version 2 on."""
+
     def __init__(
         self,
         *,
         deliveries: _abc.Iterable[Global___Delivery] | None = ...,
+        plain: Global___PlainDeliveries | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliveries", b"deliveries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliveries", b"deliveries", "plain", b"plain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Deliveries: _TypeAlias = Deliveries  # noqa: Y015
+
+@_typing.final
+class PlainDeliveries(_message.Message):
+    """Tokens without logprobs and without an end, as columns: the n-th entry of each column belongs to the n-th attachment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHMENT_IDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attachment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in Delivery."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens for each attachment."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those for the first attachment, then those for the second, and so on."""
+
+    def __init__(
+        self,
+        *,
+        attachment_ids: _abc.Iterable[_builtins.str] | None = ...,
+        first_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment_ids", b"attachment_ids", "first_tokens", b"first_tokens", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlainDeliveries: _TypeAlias = PlainDeliveries  # noqa: Y015
 
 @_typing.final
 class Delivery(_message.Message):

@@ -7,7 +7,8 @@ The gateway dials; there is one bidirectional stream per gateway and shard. It s
 heartbeats every second. Every scheduler message carries the leader epoch; a gateway refuses any epoch but the newest
 it has seen in a SchedulerHello. When the stream breaks, the gateway dials the shard's seeds until it finds the leader,
 sends its hello, and attaches all its live streams again after the tokens it has shown: its clients
-notice a pause. Services exchange token ids, no text. Terms: docs/glossary.md.
+notice a pause. Services exchange token ids, no text. Version 2 of the protocol adds Deliveries.plain.
+Terms: docs/glossary.md.
 """
 
 from collections import abc as _abc

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from laps_sd.contract.length_probe import LearntProbe
+from laps_sd.service.leader_link import COLUMNS_VERSION, PROTOCOL_VERSIONS
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.leader.live import Attachment
 from scheduler_svc.wire import replies
@@ -164,6 +165,7 @@ class GatewaySession:
     """One connected gateway process."""
 
     gateway_id: str
+    protocol_version: int = PROTOCOL_VERSIONS[0]
     attachments: dict[str, Attachment] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     room: asyncio.Event = field(default_factory=_set_event)
@@ -204,6 +206,7 @@ class GatewaySession:
         self.room.set()
         due, self._replies = self._replies, []
         deliveries = replies.Deliveries()
+        columns = self.protocol_version >= COLUMNS_VERSION
         room = MAX_TOKENS_PER_MESSAGE
         for attachment_id, attachment in list(self._dirty.items()):
             if len(deliveries) >= MAX_DELIVERIES_PER_MESSAGE or room <= 0:
@@ -218,7 +221,9 @@ class GatewaySession:
             room -= len(fresh) * each
             last = attachment.next_token >= len(live.committed)
             end = live.end_message if last else None
-            if fresh or end is not None:
+            if fresh and end is None and most is None and columns:
+                deliveries.add_plain(attachment_id, first, fresh)
+            elif fresh or end is not None:
                 logprobs = live.logprobs_of(first, len(fresh)) if most is not None else ()
                 deliveries.add(live.request_id, attachment_id, first, fresh, logprobs, end)
             if last:
@@ -229,5 +234,5 @@ class GatewaySession:
         if self._dirty:
             self.wake.set()
         if deliveries:
-            due.append(deliveries.reply)
+            due.append(deliveries.reply())
         return due

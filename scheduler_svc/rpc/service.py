@@ -165,7 +165,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
         version = _version(hello.protocol_versions)
         if version is None:
             raise FailedPrecondition(_not_spoken(hello.protocol_versions))
-        session = GatewaySession(hello.gateway_id)
+        session = GatewaySession(hello.gateway_id, version)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
         log.info("gateway connected", gateway_id=hello.gateway_id)

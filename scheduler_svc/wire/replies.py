@@ -116,11 +116,16 @@ class Deliveries:
     """Message of deliveries that is filled one by one."""
 
     def __init__(self) -> None:
-        self.reply = GatewayReply()
-        self._deliveries = self.reply.deliveries.deliveries
+        self._reply = GatewayReply()
+        self._deliveries = self._reply.deliveries.deliveries
+        # Lists: a repeated field is filled faster at once than entry by entry.
+        self._attachment_ids: list[str] = []
+        self._first_tokens: list[int] = []
+        self._token_counts: list[int] = []
+        self._token_ids: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._deliveries)
+        return len(self._deliveries) + len(self._attachment_ids)
 
     def add(
         self,
@@ -141,6 +146,23 @@ class Deliveries:
             delivery.logprobs.extend(logprobs)
         if end is not None:
             delivery.end.CopyFrom(end)
+
+    def add_plain(self, attachment_id: str, first_token: int, token_ids: Sequence[int]) -> None:
+        """Add the next tokens of an attachment, in columns: for gateways that read them."""
+        self._attachment_ids.append(attachment_id)
+        self._first_tokens.append(first_token)
+        self._token_counts.append(len(token_ids))
+        self._token_ids += token_ids
+
+    def reply(self) -> GatewayReply:
+        """Return the message."""
+        if self._attachment_ids:
+            plain = self._reply.deliveries.plain
+            plain.attachment_ids.extend(self._attachment_ids)
+            plain.first_tokens.extend(self._first_tokens)
+            plain.token_counts.extend(self._token_counts)
+            plain.token_ids.extend(self._token_ids)
+        return self._reply
 
 
 def request_end(

@@ -14,14 +14,20 @@ import grpc.aio
 import pytest
 import redis
 
-from laps_sd.service.leader_link import PROTOCOL_VERSIONS
+from laps_sd.service.leader_link import COLUMNS_VERSION, PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.rpc import service
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import SCHEMA_VERSION, Keys
-from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler, worker
+from tests.services.scheduler.peers import (
+    SchedulerUnderTest,
+    all_deliveries,
+    gateway,
+    start_scheduler,
+    worker,
+)
 
 NOW, BEFORE = PROTOCOL_VERSIONS
 NEXT = NOW + 1
@@ -76,17 +82,25 @@ async def test_the_scheduler_chooses_the_newest_version_that_both_speak(
         assert (await gpu.next("hello")).protocol_version == chosen
 
 
-async def test_peers_of_the_release_before_are_served(scheduler: SchedulerUnderTest) -> None:
+@pytest.mark.parametrize("of_gateway", PROTOCOL_VERSIONS)
+@pytest.mark.parametrize("of_worker", PROTOCOL_VERSIONS)
+async def test_peers_of_this_release_and_the_one_before_are_served_together(
+    scheduler: SchedulerUnderTest, of_gateway: int, of_worker: int
+) -> None:
     async with (
-        gateway(scheduler.address) as client,  # both speak version 1 alone
-        worker(scheduler.address, protocol_versions=[BEFORE]) as gpu,
+        gateway(scheduler.address, protocol_versions=[of_gateway]) as client,
+        worker(scheduler.address, protocol_versions=[of_worker]) as gpu,
     ):
         await client.submit("r1")
         epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
-        await gpu.run_round("r1", epoch, 0, [11, 12], end=gateway_pb.RequestEnd.KIND_STOP)
-        tokens, _ = await client.read("r1-client")
+        await gpu.send_reports(gpu.report("r1", epoch, 0, [11, 12], columns=of_worker >= COLUMNS_VERSION))
+        first = await client.wait_for(lambda m: m.WhichOneof("message") == "deliveries", "tokens")
+        await gpu.run_round("r1", epoch, 2, [13], end=gateway_pb.RequestEnd.KIND_STOP)
+        rest, _ = await client.read("r1-client")
 
-        assert tokens == [11, 12]
+        assert [list(delivery.token_ids) for delivery in all_deliveries(first)] == [[11, 12]]
+        assert first.deliveries.HasField("plain") == (of_gateway >= COLUMNS_VERSION)
+        assert rest == [13]
 
 
 async def test_a_gateway_that_speaks_only_unknown_versions_is_refused_with_a_sentence(

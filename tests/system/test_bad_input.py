@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2_grpc
@@ -212,7 +213,7 @@ async def hostile_gateway(address: str, seed: int, ids: list[str], messages: int
     async with grpc.aio.insecure_channel(address) as channel:
         peer = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
         if rng.random() < 0.95:
-            hello = gateway_pb.GatewayHello(gateway_id=f"hostile-{seed}", protocol_versions=[1])
+            hello = gateway_pb.GatewayHello(gateway_id=f"hostile-{seed}", protocol_versions=PROTOCOL_VERSIONS)
             if rng.random() < 0.1:
                 hello.protocol_versions[:] = [7] * 50_000
             await peer.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
@@ -231,6 +232,7 @@ def worker_message(rng: random.Random, ids: list[str]) -> bytes:
         "request_id": ids,
         "request_ids": ids,
         "lease_epoch": (0, 1, 2),
+        "lease_epochs": (0, 1, 2),
         "position": (0, 1, 5),
     }
     if rng.random() < 0.01:
@@ -249,7 +251,7 @@ async def hostile_worker(address: str, seed: int, ids: list[str], messages: int)
     hints: Hints = {
         "pool": ("demo",),
         "fingerprint": ("fake",),
-        "protocol_versions": (1,),
+        "protocol_versions": PROTOCOL_VERSIONS,
         "request_id": ids,
     }
     hello = worker_pb.WorkerHello()
@@ -257,7 +259,7 @@ async def hostile_worker(address: str, seed: int, ids: list[str], messages: int)
     hello.worker_id = f"hostile-{seed}"
     if rng.random() < 0.8:
         del hello.protocol_versions[:]
-        hello.protocol_versions.append(1)
+        hello.protocol_versions.extend(PROTOCOL_VERSIONS)
         hello.pool, hello.fingerprint, hello.worker_name = "demo", "fake", hello.worker_id
         hello.slots, hello.target_blocks = rng.choice((1, 8, 65_536)), rng.choice((1, 2**32 - 1))
         hello.block_size = rng.choice((1, 16, 2**32 - 1))
@@ -278,7 +280,7 @@ async def cancel_all(stack: LocalStack) -> None:
     """End the requests that hostile gateways left: they may have no time limit."""
     async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
         peer = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
-        hello = gateway_pb.GatewayHello(gateway_id="janitor", protocol_versions=[1])
+        hello = gateway_pb.GatewayHello(gateway_id="janitor", protocol_versions=PROTOCOL_VERSIONS)
         await peer.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
         for entry in (await queue(stack)).entries:
             cancel = gateway_pb.CancelRequested(request_id=entry.request_id, tenant=entry.tenant)
@@ -323,6 +325,19 @@ async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: Lo
     watch.check_memory(LONG_GROWTH_MIB)
 
 
+def in_columns(report: worker_pb.RoundReport) -> None:
+    """Move the progress of a report into columns."""
+    for one in report.progress:
+        report.plain.request_ids.append(one.request_id)
+        report.plain.lease_epochs.append(one.lease_epoch)
+        report.plain.positions.append(one.position)
+        report.plain.token_counts.append(len(one.token_ids))
+        report.plain.token_ids.extend(one.token_ids)
+        report.plain.drafted.append(one.drafted)
+        report.plain.accepted.append(one.accepted)
+    del report.progress[:]
+
+
 def lying_report(
     rng: random.Random, number: int, leases: dict[str, int], positions: dict[str, int]
 ) -> worker_pb.RoundReport:
@@ -346,13 +361,18 @@ def lying_report(
         )  # fmt: skip
     if rng.random() < 0.5:
         report.progress.append(rng.choice(report.progress))  # the same request twice
+    if rng.random() < 0.5:
+        in_columns(report)
     if rng.random() < 0.7:
         hostile.spoil(rng, report, times=rng.choice((1, 1, 3)))
     else:
         random_message(rng, report, hints, filled=0.4)
-    for progress in report.progress:
-        if not progress.end and progress.position == positions.get(progress.request_id, 0):
-            positions[progress.request_id] = progress.position + len(progress.token_ids)
+    rows = [(one.request_id, one.position, len(one.token_ids)) for one in report.progress if not one.end]
+    plain = report.plain
+    rows += zip(plain.request_ids, plain.positions, plain.token_counts, strict=False)
+    for request_id, position, count in rows:
+        if position == positions.get(request_id, 0) and count < 10:
+            positions[request_id] = position + count
     return report
 
 
@@ -367,11 +387,11 @@ async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
     rng = random.Random(rounds)
     async with grpc.aio.insecure_channel(stack.scheduler_address) as channel:
         client = LinkPeer(channel, GATEWAY_LINK, gateway_pb.GatewayLinkReply)
-        hello = gateway_pb.GatewayHello(gateway_id="g", protocol_versions=[1])
+        hello = gateway_pb.GatewayHello(gateway_id="g", protocol_versions=PROTOCOL_VERSIONS)
         await client.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
         worker = LinkPeer(channel, WORKER_LINK, worker_pb.WorkerLinkReply)
         introduction = worker_pb.WorkerHello(
-            worker_id="liar", worker_name="liar", pool="demo", protocol_versions=[1], fingerprint="fake",
+            worker_id="liar", worker_name="liar", pool="demo", protocol_versions=PROTOCOL_VERSIONS, fingerprint="fake",
             slots=8, target_blocks=4096, draft_blocks=4096, block_size=16, max_length=2048, max_draft_tokens=8,
         )  # fmt: skip
         await worker.send(worker_pb.WorkerMessage(hello=introduction).SerializeToString())
@@ -389,7 +409,8 @@ async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
             leases = {entry.request_id: entry.lease_epoch for entry in lists[-1].entries} if lists else {}
             if leases:
                 report = lying_report(rng, number, leases, positions)
-                reported += sum(progress.request_id in leases for progress in report.progress)
+                named = [*(one.request_id for one in report.progress), *report.plain.request_ids]
+                reported += sum(request_id in leases for request_id in named)
                 message = worker_pb.WorkerMessage(reports=worker_pb.RoundReports(reports=[report]))
                 assert await worker.send(message.SerializeToString()), stack.log("scheduler")[-4000:]
             await asyncio.sleep(0.002)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from laps_sd.service.leader_link import COLUMNS_VERSION, PROTOCOL_VERSIONS
 from laps_sd.service.wire import server_options
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -48,10 +49,18 @@ class Connection:
 
 
 class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.AdminServicer):
-    def __init__(self, record: Record | None = None, *, epoch: str = "1-a", shard: str = "s0") -> None:
+    def __init__(
+        self,
+        record: Record | None = None,
+        *,
+        epoch: str = "1-a",
+        shard: str = "s0",
+        version: int = PROTOCOL_VERSIONS[0],
+    ) -> None:
         self.record = record or Record()
         self.epoch = epoch
         self.shard = shard
+        self.version = version
         self.heard: list[link_pb2.GatewayMessage] = []
         self.connections: list[Connection] = []
         self.port = 0
@@ -153,7 +162,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         yield Reply(
             leader_epoch=self.epoch,
             hello=link_pb2.SchedulerHello(
-                shard=self.shard, protocol_version=1, software_version="test", pool="demo"
+                shard=self.shard, protocol_version=self.version, software_version="test", pool="demo"
             ),
         )
         self.connections.append(connection)
@@ -268,7 +277,17 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
             attachment_id=attachment_id,
             end=recorded.end if last is None else None,
         )
-        self._say(connection, Reply(deliveries=link_pb2.Deliveries(deliveries=[delivery])))
+        if self.version < COLUMNS_VERSION or delivery.logprobs or delivery.HasField("end"):
+            deliveries = link_pb2.Deliveries(deliveries=[delivery])
+        else:
+            plain = link_pb2.PlainDeliveries(
+                attachment_ids=[attachment_id],
+                first_tokens=[first],
+                token_counts=[len(delivery.token_ids)],
+                token_ids=delivery.token_ids,
+            )
+            deliveries = link_pb2.Deliveries(plain=plain)
+        self._say(connection, Reply(deliveries=deliveries))
 
     def _say(self, connection: Connection, reply: Reply) -> None:
         reply.leader_epoch = self.epoch

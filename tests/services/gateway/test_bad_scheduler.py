@@ -99,6 +99,13 @@ class HostileScheduler(HostileLink):
         elif kind < 6 and self._cancels:
             reply.cancel_reply.cancel_id = rng.choice(self._cancels)
             reply.cancel_reply.found = True
+        elif kind < 8 and self._attaches:
+            attach = rng.choice(self._attaches)
+            plain = reply.deliveries.plain
+            plain.attachment_ids.append(attach.attachment_id)
+            plain.first_tokens.append(rng.randrange(4))
+            plain.token_counts.append(3)
+            plain.token_ids.extend([50, 51, 52])
         else:
             delivery = reply.deliveries.deliveries.add(
                 request_id=submit.request_id, first_token=rng.randrange(4), token_ids=[50, 51, 52]
@@ -111,6 +118,7 @@ class HostileScheduler(HostileLink):
     def _reflected(self) -> Reply:
         hints: Hints = {
             "request_id": [submit.request_id for submit in self._submits],
+            "attachment_ids": [submit.attachment_id for submit in self._submits],
             "attachment_id": ["", *(submit.attachment_id for submit in self._submits)],
             "submission_id": [submit.submission_id for submit in self._submits],
             "attach_id": [attach.attach_id for attach in self._attaches] or [1],

@@ -235,6 +235,26 @@ class TestFindingTheLeader:
 
         assert ids_of(events + await rest(call)) == tokens(0, 4)
 
+    @pytest.mark.parametrize("versions", [(1, 2), (2, 1)], ids=["upgrade", "back"])
+    async def test_leaders_of_this_release_and_the_one_before_deliver_the_same(
+        self, start_gateway: StartGateway, start_scheduler: StartGateway, versions: tuple[int, int]
+    ) -> None:
+        scheduler: FakeScheduler = await start_scheduler(version=versions[0])
+        running: Running = await start_gateway(scheduler.address)
+        call = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, tokens(0, 2))
+        events = await read_tokens(call, 2)
+        successor: FakeScheduler = await start_scheduler(scheduler.record, epoch="2-b", version=versions[1])
+        scheduler.leader = successor.address
+        await scheduler.kill()
+        await scheduler.start(scheduler.port)
+        await successor.wait_heard("attach")
+        successor.commit(request_id, tokens(2, 4))
+        successor.commit(request_id, tokens(4, 6), Kind.KIND_LENGTH)
+
+        assert ids_of(events + await rest(call)) == tokens(0, 6)
+
     @pytest.mark.parametrize("wrong", [{"shard": "s7"}, {"epoch": ""}])
     async def test_a_scheduler_that_cannot_be_ours_is_not_used(
         self, start_gateway: StartGateway, start_scheduler: StartGateway, wrong: dict[str, str]

@@ -19,6 +19,17 @@ BUFFER = 7
 TOKENS = [1000 + n for n in range(LENGTH)]
 
 
+def in_columns(*deliveries: tuple[str, int, list[int]]) -> link_pb2.PlainDeliveries:
+    """Return a message with these deliveries: attachment, position of the first token, token ids."""
+    plain = link_pb2.PlainDeliveries()
+    for attachment_id, first_token, token_ids in deliveries:
+        plain.attachment_ids.append(attachment_id)
+        plain.first_tokens.append(first_token)
+        plain.token_counts.append(len(token_ids))
+        plain.token_ids.extend(token_ids)
+    return plain
+
+
 class AnyDelivery(RuleBasedStateMachine):
     """A scheduler that repeats, skips, overlaps, omits answers and closes, and a client that reads at any
     time.
@@ -42,20 +53,31 @@ class AnyDelivery(RuleBasedStateMachine):
         reply.accepted.request_id = submit.request_id
         self.streams.on_submit_reply(reply, self.now)
 
-    def _deliver(self, first: int, count: int) -> None:
+    def _deliver(self, first: int, count: int, *, columns: bool = False) -> None:
         last = min(LENGTH, first + count)
+        if columns and last < LENGTH:
+            plain = in_columns(("g/0", 3, [5]), ("g/1", first, TOKENS[first:last]))
+            self.questions += self.streams.on_plain_deliveries(plain, self.now)
+            return
         delivery = link_pb2.Delivery(request_id="s0.a", first_token=first, token_ids=TOKENS[first:last])
         if last == LENGTH:
             delivery.end.kind = link_pb2.RequestEnd.KIND_LENGTH
         self.questions += self.streams.on_delivery(delivery, self.now)
 
-    @rule(first=st.integers(0, LENGTH), count=st.integers(0, 12))
-    def something_is_delivered(self, first: int, count: int) -> None:
-        self._deliver(first, count)
+    @rule(first=st.integers(0, LENGTH), count=st.integers(0, 12), columns=st.booleans())
+    def something_is_delivered(self, first: int, count: int, columns: bool) -> None:
+        self._deliver(first, count, columns=columns)
 
-    @rule(count=st.integers(1, 12))
-    def the_next_is_delivered(self, count: int) -> None:
-        self._deliver(self.stream.next_token, count)
+    @rule(count=st.integers(1, 12), columns=st.booleans())
+    def the_next_is_delivered(self, count: int, columns: bool) -> None:
+        self._deliver(self.stream.next_token, count, columns=columns)
+
+    @rule(wrong=st.sampled_from(["attachment_ids", "first_tokens", "token_counts", "token_ids"]))
+    def columns_that_do_not_fit_together_are_delivered(self, wrong: str) -> None:
+        first = self.stream.next_token
+        plain = in_columns(("g/1", first, TOKENS[first : first + 2]))
+        plain.ClearField(wrong)  # type: ignore[arg-type]
+        self.questions += self.streams.on_plain_deliveries(plain, self.now)
 
     @rule()
     def the_client_reads(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import grpc.aio
 from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.service.config import load
 from laps_sd.service.interceptor import CallGuard
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.service.serving import make_server
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -205,12 +207,12 @@ class GatewayPeer(Peer):
 
         def mine(message: Any) -> bool:
             return message.WhichOneof("message") == "deliveries" and any(
-                d.attachment_id == attachment_id for d in message.deliveries.deliveries
+                d.attachment_id == attachment_id for d in all_deliveries(message)
             )
 
         while True:
             message = await self.wait_for(mine, f"deliveries to {attachment_id}")
-            for delivery in message.deliveries.deliveries:
+            for delivery in all_deliveries(message):
                 if delivery.attachment_id != attachment_id:
                     continue
                 if position is not None:
@@ -221,6 +223,23 @@ class GatewayPeer(Peer):
                     return tokens, delivery.end
             if until is not None and len(tokens) >= until:
                 return tokens, None
+
+
+def all_deliveries(reply: gateway_pb.GatewayLinkReply) -> list[gateway_pb.Delivery]:
+    """Return the deliveries of a message, with those in columns, which do not name their request."""
+    plain = reply.deliveries.plain
+    rows = zip(plain.attachment_ids, plain.first_tokens, plain.token_counts, strict=True)
+    token_ids = iter(plain.token_ids)
+    in_columns = [
+        gateway_pb.Delivery(
+            attachment_id=attachment_id,
+            first_token=first_token,
+            token_ids=itertools.islice(token_ids, count),
+        )
+        for attachment_id, first_token, count in rows
+    ]
+    assert not list(token_ids), "tokens of no attachment"
+    return [*in_columns, *reply.deliveries.deliveries]
 
 
 @dataclass
@@ -271,10 +290,20 @@ class WorkerPeer(Peer):
         *,
         end: gateway_pb.RequestEnd.Kind | None = None,
         number: int | None = None,
+        columns: bool = False,
     ) -> worker_pb.RoundReport:
         if number is None:
             self.number += 1
             number = self.number
+        plain = worker_pb.PlainProgress(
+            request_ids=[request_id],
+            lease_epochs=[lease_epoch],
+            positions=[position],
+            token_counts=[len(tokens)],
+            token_ids=tokens,
+            drafted=[4],
+            accepted=[max(0, len(tokens) - 1)],
+        )
         progress = worker_pb.RequestProgress(
             request_id=request_id,
             lease_epoch=lease_epoch,
@@ -286,7 +315,8 @@ class WorkerPeer(Peer):
         )
         return worker_pb.RoundReport(
             number=number,
-            progress=[progress],
+            progress=[] if columns else [progress],
+            plain=plain if columns else None,
             draft_s=0.001,
             verify_s=0.01,
             total_s=0.011,
@@ -322,7 +352,7 @@ def worker_hello(worker_id: str, **fields: Any) -> worker_pb.WorkerHello:
         "worker_id": worker_id,
         "worker_name": fields.pop("worker_name", worker_id),
         "pool": "demo",
-        "protocol_versions": [1],
+        "protocol_versions": PROTOCOL_VERSIONS,
         "fingerprint": "pair",
         "device": "none",
         "slots": 1,
@@ -337,10 +367,12 @@ def worker_hello(worker_id: str, **fields: Any) -> worker_pb.WorkerHello:
 
 
 @contextlib.asynccontextmanager
-async def gateway(address: str, gateway_id: str = "g1") -> AsyncIterator[GatewayPeer]:
+async def gateway(
+    address: str, gateway_id: str = "g1", *, protocol_versions: Sequence[int] = PROTOCOL_VERSIONS
+) -> AsyncIterator[GatewayPeer]:
     async with grpc.aio.insecure_channel(address) as channel:
         peer = GatewayPeer(gateway_link_pb2_grpc.GatewayLinkStub(channel).Connect())
-        hello = gateway_pb.GatewayHello(gateway_id=gateway_id, protocol_versions=[1])
+        hello = gateway_pb.GatewayHello(gateway_id=gateway_id, protocol_versions=protocol_versions)
         await peer.send(gateway_pb.GatewayMessage(hello=hello))
         try:
             yield peer

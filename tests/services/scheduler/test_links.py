@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from laps_sd.contract.ends import End
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -9,6 +11,7 @@ from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
 from scheduler_svc.leader.live import Attachment, Live, from_submission
 from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
 from scheduler_svc.wire.requests import accepted_with
+from tests.services.scheduler.peers import all_deliveries
 from tests.store.kit import a_request
 
 
@@ -29,7 +32,7 @@ def test_a_delivered_end_leaves_nothing_that_holds_the_request() -> None:
     session.mark_dirty(live.attachments["a1"])
 
     [reply] = session.take()
-    [delivery] = reply.deliveries.deliveries
+    [delivery] = all_deliveries(reply)
 
     assert (list(delivery.token_ids), delivery.end.kind) == ([10, 11], gateway_pb.RequestEnd.KIND_STOP)
     assert (live.attachments, session.attachments) == ({}, {})
@@ -43,12 +46,38 @@ def test_tokens_without_an_end_keep_the_attachment() -> None:
         session.mark_dirty(live.attachments["a1"])
 
         [reply] = session.take()
-        [delivery] = reply.deliveries.deliveries
+        [delivery] = all_deliveries(reply)
 
         assert (delivery.first_token, tuple(delivery.token_ids)) == (position, tokens)
         assert not delivery.HasField("end")
     assert session.take() == []
     assert list(session.attachments) == ["a1"]
+
+
+@pytest.mark.parametrize(("version", "columns"), [(1, 0), (2, 1)])
+def test_what_has_nothing_but_tokens_goes_in_columns_to_gateways_that_read_them(
+    version: int, columns: int
+) -> None:
+    session = GatewaySession("g1", version)
+    live = attached(session)
+    live.append(0, (10, 11), now_s=1.0)
+    session.mark_dirty(live.attachments["a1"])
+    [tokens] = session.take()
+    live.append(2, (12,), now_s=2.0)
+    live.finish(End.STOP, "", 0, now_s=2.0)
+    session.mark_dirty(live.attachments["a1"])
+    [end] = session.take()
+
+    assert len(tokens.deliveries.plain.attachment_ids) == columns
+    assert len(tokens.deliveries.deliveries) == 1 - columns
+    assert not end.deliveries.HasField("plain")
+    told = [(d.attachment_id, d.first_token, list(d.token_ids)) for d in map(only, (tokens, end))]
+    assert told == [("a1", 0, [10, 11]), ("a1", 2, [12])]
+
+
+def only(reply: gateway_pb.GatewayLinkReply) -> gateway_pb.Delivery:
+    [delivery] = all_deliveries(reply)
+    return delivery
 
 
 def test_a_peer_that_asks_and_does_not_listen_is_read_no_further_until_it_does() -> None:
@@ -84,7 +113,7 @@ def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway
     while session.wake.is_set():
         for reply in session.take():
             assert reply.ByteSize() < wire.MAX_MESSAGE_BYTES / 4
-            for delivery in reply.deliveries.deliveries:
+            for delivery in all_deliveries(reply):
                 assert (delivery.first_token, len(delivery.logprobs)) == (
                     len(tokens),
                     len(delivery.token_ids),

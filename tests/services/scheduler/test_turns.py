@@ -26,7 +26,7 @@ from scheduler_svc.leader.turn import DrainOrdered, FromGateway, FromWorker, Ite
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.store import Store
-from tests.services.scheduler.peers import worker_hello
+from tests.services.scheduler.peers import all_deliveries, worker_hello
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 
@@ -101,10 +101,11 @@ class Leader:
         await self.loop._turn(items)
         while replies := self._gateway.take():
             for reply in replies:
-                for delivery in reply.deliveries.deliveries:
-                    self.tokens.setdefault(delivery.request_id, []).extend(delivery.token_ids)
+                for delivery in all_deliveries(reply):
+                    request_id = delivery.attachment_id.removesuffix("-client")
+                    self.tokens.setdefault(request_id, []).extend(delivery.token_ids)
                     if delivery.HasField("end"):
-                        self.ends[delivery.request_id] = delivery.end.kind
+                        self.ends[request_id] = delivery.end.kind
         for worker in self.workers:
             worker.read()
 
