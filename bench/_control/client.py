@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from operator import add
 from typing import Any
 
 from bench._control.latency import Arrivals
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 
 HEARTBEAT_S = 1.0
 
@@ -40,7 +42,9 @@ class Client:
         """Yield the messages to the scheduler: the hello, submissions, and a heartbeat each second."""
         from laps_sd.v1 import gateway_link_pb2 as pb
 
-        yield pb.GatewayMessage(hello=pb.GatewayHello(gateway_id="bench", protocol_versions=[1]))
+        yield pb.GatewayMessage(
+            hello=pb.GatewayHello(gateway_id="bench", protocol_versions=PROTOCOL_VERSIONS)
+        )
         heartbeat_s = time.monotonic()
         while True:
             while self.unfinished < self.wanted:
@@ -89,7 +93,7 @@ class Client:
             if kind == "deliveries":
                 deliveries = message.deliveries.deliveries
                 if self._arrivals is not None:
-                    self._arrivals.note(now_s, deliveries)
+                    self._arrivals.note(now_s, _reached(message.deliveries))
                 ended = sum([delivery.HasField("end") for delivery in deliveries])
                 if ended:
                     self.unfinished -= ended
@@ -98,3 +102,12 @@ class Client:
                 if message.submit_reply.HasField("refused"):
                     raise RuntimeError(f"a submission was refused: {message.submit_reply.refused.detail}")
                 self.accepted += 1
+
+
+def _reached(deliveries: Any) -> Iterator[tuple[str, int]]:
+    """Yield each request of a message (`laps_sd.v1.Deliveries`) with the number of its tokens after it."""
+    for delivery in deliveries.deliveries:
+        yield delivery.request_id, delivery.first_token + len(delivery.token_ids)
+    plain = deliveries.plain  # attachments have the ids of their requests here
+    firsts_and_counts = map(add, plain.first_tokens, plain.token_counts)
+    yield from zip(plain.attachment_ids, firsts_and_counts, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 def is_sampled(request_id: str) -> bool:
@@ -33,12 +33,10 @@ class Arrivals:
         self._noted: dict[str, list[tuple[int, float]]] = {}
         """By request: the number of its tokens after each delivery, and the time of it, in order."""
 
-    def note(self, now_s: float, deliveries: Iterable[Any]) -> None:
-        """Note one message of deliveries (`laps_sd.v1.Delivery`)."""
-        for delivery in deliveries:
-            request_id = delivery.request_id
+    def note(self, now_s: float, reached: Iterable[tuple[str, int]]) -> None:
+        """Note one message of deliveries: requests with the number of their tokens after it."""
+        for request_id, tokens in reached:
             if is_sampled(request_id):
-                tokens = delivery.first_token + len(delivery.token_ids)
                 self._noted.setdefault(request_id, []).append((tokens, now_s))
 
     def when(self, request_id: str, position: int) -> float | None:

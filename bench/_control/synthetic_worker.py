@@ -32,7 +32,7 @@ import uvloop
 from bench._control.latency import Sample, is_sampled
 from laps_sd.contract.acceptance import by_position
 from laps_sd.service import wire
-from laps_sd.service.leader_link import until_first_ends
+from laps_sd.service.leader_link import PROTOCOL_VERSIONS, until_first_ends
 from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
@@ -90,7 +90,8 @@ class ScriptedRound(NamedTuple):
 
     serialized: bytes
     """A RequestProgress with the tokens and the verdicts on the draft."""
-    tokens: int
+    token_ids: tuple[int, ...]
+    accepted: int
 
 
 @dataclass(slots=True)
@@ -168,38 +169,60 @@ def _scripted(rng: random.Random, acceptance: float) -> ScriptedRound:
     while accepted < DRAFTED and rng.random() < acceptance:
         accepted += 1
     tested_by_position, accepted_by_position = by_position(accepted, DRAFTED)
+    token_ids = tuple(rng.randrange(VOCABULARY) for _ in range(accepted + 1))
     progress = pb.RequestProgress(
-        token_ids=[rng.randrange(VOCABULARY) for _ in range(accepted + 1)],
+        token_ids=token_ids,
         drafted=DRAFTED,
         accepted=accepted,
         tested_by_position=tested_by_position,
         accepted_by_position=accepted_by_position,
     )
-    return ScriptedRound(progress.SerializeToString(), accepted + 1)
+    return ScriptedRound(progress.SerializeToString(), token_ids, accepted)
 
 
-def round_report(number: int, run: Sequence[Held], round_s: float) -> bytes:
-    """Run one round of these requests, and return its report as a serialized WorkerMessage."""
+def round_report(number: int, run: Sequence[Held], round_s: float, *, columns: bool) -> bytes:
+    """Run one round of these requests, and return its report as a serialized WorkerMessage. `columns`: as from
+    version 2 of the protocol on.
+    """
     parts = [pb.RoundReport(number=number).SerializeToString()]
+    plain: list[tuple[Held, int, ScriptedRound]] = []
     prefilled = 0
     for request in run:
-        gained = request.script[request.rounds % SCRIPTED_ROUNDS]
-        progress = request.serialized + _position(request.position) + gained.serialized
+        gained, position = request.script[request.rounds % SCRIPTED_ROUNDS], request.position
         request.rounds += 1
-        request.position += gained.tokens
+        request.position += len(gained.token_ids)
+        request.over = request.position >= request.end
+        if columns and not request.over and not request.to_prefill:
+            plain.append((request, position, gained))
+            continue
+        progress = request.serialized + _position(position) + gained.serialized
         if request.to_prefill:
             progress += pb.RequestProgress(prefilled=request.to_prefill).SerializeToString()
             prefilled += request.to_prefill
             request.to_prefill = 0
-        if request.position >= request.end:
+        if request.over:
             progress += END
-            request.over = True
         parts.append(_progress_head(len(progress)))
         parts.append(progress)
+    if plain:
+        parts.append(pb.RoundReport(plain=_columns(plain)).SerializeToString())
     parts.append(_times(round_s, prefilled))
     report = b"".join(parts)
     reports = _head(pb.RoundReports, "reports", len(report)) + report
     return _head(pb.WorkerMessage, "reports", len(reports)) + reports
+
+
+def _columns(rows: Sequence[tuple[Held, int, ScriptedRound]]) -> pb.PlainProgress:
+    requests, positions, gains = zip(*rows, strict=True)
+    return pb.PlainProgress(
+        request_ids=[request.request_id for request in requests],
+        lease_epochs=[request.lease_epoch for request in requests],
+        positions=positions,
+        token_counts=[len(gained.token_ids) for gained in gains],
+        token_ids=[token_id for gained in gains for token_id in gained.token_ids],
+        drafted=[DRAFTED] * len(rows),
+        accepted=[gained.accepted for gained in gains],
+    )
 
 
 class SyntheticWorker:
@@ -219,6 +242,7 @@ class SyntheticWorker:
         self._ended: deque[tuple[int, list[Held]]] = deque()
         """By report that is not acknowledged: the requests that ended with it."""
         self._greeted = asyncio.Event()
+        self._columns = False
         self._rng = random.Random(number)
 
     async def run(self) -> None:
@@ -234,7 +258,7 @@ class SyntheticWorker:
             worker_id=self._name,
             worker_name=self._name,
             pool=fleet.pool,
-            protocol_versions=[1],
+            protocol_versions=PROTOCOL_VERSIONS,
             fingerprint="synthetic",
             device="synthetic",
             slots=fleet.slots,
@@ -255,6 +279,7 @@ class SyntheticWorker:
                 raise RuntimeError(f"the scheduler ended the stream of {self._name}")
             match reply.WhichOneof("message"):
                 case "hello":
+                    self._columns = reply.hello.protocol_version >= 2
                     self._greeted.set()
                 case "specifications":
                     for leased in reply.specifications.specifications:
@@ -343,7 +368,7 @@ class SyntheticWorker:
         positions = [held.position for held in sampled]
         before = sum([held.position for held in run])
         self.reports += 1
-        message = round_report(self.reports, run, self._fleet.round_s)
+        message = round_report(self.reports, run, self._fleet.round_s, columns=self._columns)
         self.requests += len(run)
         self.tokens += sum([held.position for held in run]) - before
         if ended := [held for held in run if held.over]:

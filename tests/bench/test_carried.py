@@ -15,6 +15,7 @@ from bench._control.latency import Arrivals, Latencies, Sample, is_sampled, join
 from bench._control.synthetic_worker import DRAFTED, Held, round_report, scripts
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
+from scheduler_svc.wire.reports import round_reported
 
 ROOT = Path(__file__).parents[2]
 SAMPLED, OTHER = "s0.10", "s0.11"
@@ -37,8 +38,8 @@ def held(request_id: str, *, end: int) -> Held:
     )
 
 
-def reported(number: int, run: list[Held]) -> pb.RoundReport:
-    message = pb.WorkerMessage.FromString(round_report(number, run, 0.05))
+def reported(number: int, run: list[Held], *, columns: bool = False) -> pb.RoundReport:
+    message = pb.WorkerMessage.FromString(round_report(number, run, 0.05, columns=columns))
     (report,) = message.reports.reports
     return report
 
@@ -75,14 +76,26 @@ def test_a_report_contains_each_request_once_in_the_order_of_the_round():
     assert [progress.request_id for progress in report.progress] == [request.request_id for request in run]
 
 
-def delivery(request_id: str, first: int, count: int) -> gateway_pb.Delivery:
-    return gateway_pb.Delivery(request_id=request_id, first_token=first, token_ids=[1] * count)
+def test_rows_with_nothing_but_tokens_are_columns_with_the_same_content():
+    """For the scheduler both forms of a report are one, from the first round with its prefill to the end."""
+    in_messages, in_columns = ([held(f"s0.{number}", end=9) for number in range(8)] for _ in range(2))
+    forms = []
+    for number in range(1, 4):
+        as_messages = reported(number, [one for one in in_messages if not one.over])
+        as_columns = reported(number, [one for one in in_columns if not one.over], columns=True)
+        forms.append(as_columns.HasField("plain"))
+        wanted, got = round_reported("w", as_messages), round_reported("w", as_columns)
+        by_id = {one.request_id: one for one in got.progress}
+        assert [by_id[one.request_id] for one in wanted.progress] == list(wanted.progress)
+        assert len(got.progress) == len(wanted.progress)
+
+    assert forms[:2] == [False, True]
 
 
 def test_a_delivery_of_several_rounds_is_the_arrival_of_each():
     arrivals = Arrivals()
-    arrivals.note(10.5, [delivery(SAMPLED, 0, 3), delivery(OTHER, 0, 3)])
-    arrivals.note(12.0, [delivery(SAMPLED, 3, 5)])
+    arrivals.note(10.5, [(SAMPLED, 3), (OTHER, 3)])
+    arrivals.note(12.0, [(SAMPLED, 8)])
     samples = [Sample(SAMPLED, 0, 10.0), Sample(SAMPLED, 3, 11.0), Sample(SAMPLED, 6, 11.75)]
 
     assert join(samples, arrivals, until_s=20.0) == Latencies([250.0, 500.0, 1000.0], not_arrived=0)
@@ -90,7 +103,7 @@ def test_a_delivery_of_several_rounds_is_the_arrival_of_each():
 
 def test_tokens_that_have_not_arrived_count_with_the_time_that_they_have_waited():
     arrivals = Arrivals()
-    arrivals.note(10.5, [delivery(SAMPLED, 0, 3)])
+    arrivals.note(10.5, [(SAMPLED, 3)])
     samples = [Sample(SAMPLED, 0, 10.0), Sample(SAMPLED, 3, 11.0)]
 
     assert join(samples, arrivals, until_s=20.0) == Latencies([500.0, 9000.0], not_arrived=1)
