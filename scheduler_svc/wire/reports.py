@@ -250,6 +250,7 @@ def _plain_progress(plain: worker_pb.PlainProgress) -> list[Progress]:
     if max(drafted) > MAX_POSITIONS or any(map(operator.gt, accepted, drafted)):
         drafted = [min(count, MAX_DRAFTED_PER_ROUND) for count in drafted]
         accepted = list(map(min, accepted, drafted))
+        # Both are cut, since `by_position` keeps an answer for each pair of them.
         compared = [min(count, MAX_POSITIONS) for count in drafted]
         kept = list(map(min, accepted, compared))
     tested_by_position, accepted_by_position = zip(*map(by_position, kept, compared), strict=True)

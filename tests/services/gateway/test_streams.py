@@ -75,8 +75,8 @@ class AnyDelivery(RuleBasedStateMachine):
     @rule(wrong=st.sampled_from(["attachment_ids", "first_tokens", "token_counts", "token_ids"]))
     def columns_that_do_not_fit_together_are_delivered(self, wrong: str) -> None:
         first = self.stream.next_token
-        plain = in_columns(("g/1", first, TOKENS[first : first + 2]))
-        plain.ClearField(wrong)  # type: ignore[arg-type]
+        plain = in_columns(("g/0", 3, [5]), ("g/1", first, TOKENS[first : first + 2]))
+        del getattr(plain, wrong)[0]
         self.questions += self.streams.on_plain_deliveries(plain, self.now)
 
     @rule()

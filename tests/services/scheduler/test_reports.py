@@ -125,6 +125,20 @@ def test_a_token_that_is_none_is_a_wrong_state_of_its_request_alone() -> None:
     assert (second.position, second.tokens) == (6, (9,))
 
 
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "counted"),
+    [(2, 3, (2, 2)), (2**32 - 1, 2**32 - 1, (MAX_DRAFTED_PER_ROUND, MAX_DRAFTED_PER_ROUND))],
+)
+def test_no_more_draft_tokens_are_accepted_than_were_drafted(
+    drafted: int, accepted: int, counted: tuple[int, int]
+) -> None:
+    first, second = round_reported("w", in_columns(drafted=[drafted, 0], accepted=[accepted, 0])).progress
+
+    assert (first.drafted, first.accepted) == counted
+    assert first.tested_by_position == first.accepted_by_position == (1,) * min(drafted, MAX_POSITIONS)
+    assert (second.drafted, second.accepted, second.tested_by_position) == (0, 0, ())
+
+
 def test_a_request_that_is_named_twice_counts_once() -> None:
     report = in_columns(request_ids=["r1", "r1"], lease_epochs=[1, 1])
     report.progress.add(request_id="r1", lease_epoch=1, position=5, token_ids=[3])
@@ -143,8 +157,8 @@ def test_a_request_that_is_named_twice_counts_once() -> None:
             "positions": st.lists(COUNT, min_size=2, max_size=3),
             "token_counts": st.lists(st.integers(0, 3) | COUNT, min_size=2, max_size=3),
             "token_ids": st.lists(COUNT, max_size=6),
-            "drafted": st.lists(COUNT, min_size=2, max_size=3),
-            "accepted": st.lists(COUNT, min_size=2, max_size=3),
+            "drafted": st.lists(st.integers(0, 3) | COUNT, min_size=2, max_size=3),
+            "accepted": st.lists(st.integers(0, 3) | COUNT, min_size=2, max_size=3),
         }
     )
 )
