@@ -36,7 +36,7 @@ or a callback from outside."""
 
 
 class Cluster:
-    """One run of jobs over equal workers. Deterministic: equal arguments give equal outcomes.
+    """One run of jobs over workers that are equal, or differ in speed only. Deterministic: equal arguments give equal outcomes.
 
     Workers join and leave by the events of a real shell: `WorkerUp` of a new worker, `WorkerDraining`. A
     worker that the core reports as drained is removed at once.
@@ -55,9 +55,12 @@ class Cluster:
         digest: bool = False,
         check: bool = False,
         on_progress: Callable[[int], None] | None = None,
+        slowness: Sequence[float] = (),
     ) -> None:
-        """`heard_per_s`: reports that the core receives in a second. The others wait, as those of a large shard
-        do, while their tokens count at once. None: the core receives each report when it is there.
+        """`slowness`: how many times as long as on `machine` everything takes on each of the first workers.
+
+        `heard_per_s`: reports that the core receives in a second. The others wait, as those of a large shard do,
+        while their tokens count at once. None: the core receives each report when it is there.
         """
         settings = settings or CoreSettings()
         self._by_id = {job.request_id: job for job in jobs}
@@ -82,8 +85,12 @@ class Cluster:
         self._on_progress = on_progress
         self._heap: list[tuple[float, int, _Happening]] = []
         self._tickets = 0
+        self._slower: dict[str, Machine] = {}
+        """The machines of workers that are not `machine`."""
         for number in range(workers):
             self._at(0.0, WorkerUp(machine.facts(f"w{number}"), ()))
+        for number, times in enumerate(slowness):
+            self._slower[f"w{number}"] = machine.slower(times)
         in_order = sorted(jobs, key=lambda job: job.arrival_s)
         for sequence, job in enumerate(in_order, start=1):
             self._at(job.arrival_s, Arrived(job.facts(sequence)))
@@ -139,7 +146,9 @@ class Cluster:
             if isinstance(event, RoundReported):
                 self._charge_levels(event)
             elif isinstance(event, WorkerUp):
-                self._workers[event.facts.worker_id] = VirtualWorker(event.facts, self._machine)
+                worker_id = event.facts.worker_id
+                machine = self._slower.get(worker_id, self._machine)
+                self._workers[worker_id] = VirtualWorker(event.facts, machine)
         received = events
         if self._rounds is not None:
             for event in events:

@@ -31,10 +31,10 @@ MOST_TOKENS_PER_ROUND = 255
 
 
 def draw(
-    workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None
+    workload: Workload, machine: Machine, workers: float, seed: int, data: Path | None
 ) -> tuple[list[Job], list[Job]]:
     """Return the jobs of one seed, and those that the core has learned from before. `data` is the folder that
-    each `file` is relative to."""
+    each `file` is relative to; `workers` the number of workers, slower ones counted as parts of one."""
     drawing = _Draw(workload, machine, workers, seed, data)
     jobs = drawing.jobs()
     return jobs, drawing.history()
@@ -42,7 +42,7 @@ def draw(
 
 class _Draw:
     def __init__(
-        self, workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None
+        self, workload: Workload, machine: Machine, workers: float, seed: int, data: Path | None
     ) -> None:
         self.workload = workload
         self.machine = machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.core.events import WorkerFacts
 from simulator.jobs import Job
@@ -49,6 +49,19 @@ class Machine:
     def __post_init__(self) -> None:
         if self.slots < 1 or self.draft_len < 0 or self.block_size < 1 or self.prefill_chunk == 0:
             raise ValueError("slots, block_size and prefill_chunk must be at least 1, draft_len at least 0")
+
+    def slower(self, times: float) -> Machine:
+        """Return the same machine with each of its times `times` as long; messages take as long as before."""
+        return replace(
+            self,
+            round_s=self.round_s * times,
+            draft_s=self.draft_s * times,
+            sequence_s=self.sequence_s * times,
+            verified_token_s=self.verified_token_s * times,
+            context_token_s=self.context_token_s * times,
+            prefill_token_s=self.prefill_token_s * times,
+            swap_token_s=self.swap_token_s * times,
+        )
 
     def decode_s(self, batch: int, context_tokens: float, verified: float | None = None) -> float:
         """Return the time of draft and verify in one round; `verified` None: `draft_len` draft tokens for

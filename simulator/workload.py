@@ -103,7 +103,7 @@ class Tenants:
 class Arrivals:
     """Process of arrivals. `poisson`, `gamma` (with `cv`), `burst` (all at 0), or `trace` (times and lengths
     of `file`, a window of it, stretched so that the load holds, or as recorded where `load` is 0). Load =
-    arrival rate × mean machine seconds of a request / workers.
+    arrival rate × mean machine seconds of a request / workers; a worker that is n times as slow counts 1/n.
     """
 
     process: str = "poisson"

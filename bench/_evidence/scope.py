@@ -66,6 +66,8 @@ def data(results: Results) -> Iterator[str]:
             part["file"] for kind in kinds for part in (kind["prompt"], kind["output"], kind["acceptance"])
         }
         machines = f"{regime['workers']} × batch {machine['slots']}"
+        if regime.get("slowness"):
+            machines += ", slower by " + ", ".join(f"{times:.3g}" for times in regime["slowness"])
         if machine["kv_tokens"]:
             machines += f", KV {machine['kv_tokens']} tokens"
         traced = workload["arrivals"]["process"] == "trace"

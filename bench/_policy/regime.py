@@ -50,6 +50,8 @@ class Regime:
 
     title: str
     workers: int = 1
+    slowness: tuple[float, ...] = ()
+    """Each of the first workers takes this many times as long for everything as `machine` does."""
     policies: tuple[str, ...] = ()
     machine: Machine = field(default_factory=Machine)
     workload: Workload = field(default_factory=Workload)
@@ -58,6 +60,12 @@ class Regime:
     yardstick: bool = False
     """What another regime is compared with, and no goal itself: levels need not be at work."""
     name: str = ""
+
+    @property
+    def capacity(self) -> float:
+        """Return the number of workers; one that is n times as slow counts 1/n."""
+        slower = self.slowness[: self.workers]
+        return self.workers - len(slower) + sum(1 / times for times in slower)
 
     @property
     def expectations(self) -> tuple[Expectation, ...]:

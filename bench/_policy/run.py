@@ -33,7 +33,7 @@ LEARNED_FROM = 20
 
 @lru_cache(maxsize=1)
 def _jobs(
-    workload: Workload, machine: Machine, workers: int, seed: int, data: Path | None
+    workload: Workload, machine: Machine, workers: float, seed: int, data: Path | None
 ) -> tuple[list[Job], list[Job]]:
     return draw(workload, machine, workers, seed, data)
 
@@ -43,7 +43,7 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
     unit.
     """
     machine = regime.machine
-    jobs, history = _jobs(regime.workload, machine, regime.workers, seed, data)
+    jobs, history = _jobs(regime.workload, machine, regime.capacity, seed, data)
     began_s = time.process_time()
     outcome = Cluster(
         jobs,
@@ -53,6 +53,7 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
         settings_of(spec, regime.settings),
         priors=taught(history),
         heard_per_s=heard_per_s_of(spec),
+        slowness=regime.slowness[: regime.workers],
     ).run()
     return {**figures(outcome, machine, regime.workers), "cpu_s": time.process_time() - began_s}
 

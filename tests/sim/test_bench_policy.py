@@ -216,6 +216,11 @@ def test_settings_of_one_policy_can_be_given():
         settings_of("laps-sd:levels=3", {})
 
 
+def test_a_worker_that_is_twice_as_slow_is_half_a_worker():
+    assert Regime(title="", workers=3, slowness=(2.0,)).capacity == 2.5
+    assert Regime(title="", workers=1, slowness=(2.0, 4.0)).capacity == 0.5, "--workers may leave some out"
+
+
 @pytest.mark.parametrize("path", sorted(REGIMES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_regime_of_the_repository_can_be_read_and_judges_policies_that_exist(path):
     regime = read_regime(path)

@@ -236,6 +236,16 @@ def test_jobs_behind_a_slow_link_all_end_once():
     assert all(fate.finished_s for fate in outcome.fates)
 
 
+def test_a_slower_worker_takes_that_many_times_as_long():
+    job = Job("r0", 0.0, 100, bytes([3] * 20), 60)
+
+    def latency_s(slowness):
+        cluster = Cluster([job], Machine(), 1, lambda _, s: policy_named("fcfs", s), slowness=slowness)
+        return cluster.run().fates[0].latency_s
+
+    assert latency_s([2.5]) == pytest.approx(2.5 * latency_s([]))
+
+
 def test_a_job_that_fits_nowhere_is_an_error_and_not_a_hang():
     job = Job("r0", 0.0, 500, bytes([1]), 10)
 
