@@ -60,11 +60,12 @@ class Scheduler:
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
         self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
+        self._shard.worker_orders.cost_changed(*priors.cost.by_batch_s)
         self._ranker = Ranker(policy, priors)
         self._deaths = Deaths(self._shard)
         self._requests = Requests(self._shard, self._ranker)
         self._workers = Workers(self._shard, self._requests, self._deaths)
-        learner = Learner(priors, self.estimate_errors)
+        learner = Learner(priors, self.estimate_errors, self._shard)
         self._rounds = Rounds(self._shard, self._ranker, self._requests, learner, self._deaths)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
@@ -85,7 +86,8 @@ class Scheduler:
         them much.
         """
         if now_s >= self._publish_at_s:
-            self.priors.publish()
+            if self.priors.publish():
+                self._shard.worker_orders.cost_changed(*self.priors.cost.by_batch_s)
             self._publish_at_s = now_s + self._publish_gap_s
             self._publish_gap_s = min(self._publish_gap_s * GAP_GROWTH, self.settings.priors_interval_s)
 

@@ -138,6 +138,77 @@ class TestOvertaking:
         assert lists == [min(9 + number, most) for number in range(12)]
 
 
+class TestWorkersOfUnequalSpeed:
+    """Both have run for a while, `a` with rounds of `a_s` seconds and `b` of `b_s`, and are empty."""
+
+    def pool(self, a_s: float, b_s: float, slots: int = 4, rounds: int = 200) -> Scheduler:
+        scheduler = core("fcfs")
+        first = [WorkerUp(named(name, slots), ()) for name in "ab"]
+        scheduler.step(0.0, [*first, *arrivals(2, 90)])
+        assert [worker_of(scheduler, name) for name in ("r90", "r91")] == ["a", "b"]
+        self.run(scheduler, a_s, b_s, range(rounds))
+        scheduler.step(999.0, [EndRequested(name, End.CANCELLED, "") for name in ("r90", "r91")])
+        return scheduler
+
+    def run(self, scheduler: Scheduler, a_s: float, b_s: float, rounds: range) -> None:
+        for n in rounds:
+            for name, worker, seconds in (("r90", "a", a_s), ("r91", "b", b_s)):
+                one = report(did(name, n, 1, drafted=0), worker_id=worker, draft_s=0.0, verify_s=seconds)
+                scheduler.step(1.0 + n, [one])
+            scheduler.check()
+
+    def order(self, scheduler: Scheduler, count: int) -> str:
+        """Return the workers of `count` arrivals, one after another."""
+        for event in arrivals(count):
+            scheduler.step(1000.0, [event])
+            scheduler.check()
+        return "".join(worker_of(scheduler, f"r{i:02d}") or "-" for i in range(count))
+
+    def test_the_slots_of_the_faster_one_first_then_those_of_the_slower_one(self) -> None:
+        """A round of b is shorter with four requests than one of a with one. A free slot comes before any
+        place where a request waits.
+        """
+        assert self.order(self.pool(0.10, 0.04), 8) == "bbbbaaaa"
+
+    def test_more_wait_for_the_faster_one_than_for_the_slower_one(self) -> None:
+        """The first that waits does so for each, so that a worker with a free slot can find it."""
+        assert self.order(self.pool(0.10, 0.04), 12)[8:] == "babb"
+
+    def test_a_little_slower_is_as_fast(self) -> None:
+        assert self.order(self.pool(0.042, 0.04), 6) == "ababab"
+        assert self.order(self.pool(0.04, 0.042), 6) == "ababab"
+
+    def test_one_that_stalls_once_is_as_fast(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named(name, 4), ()) for name in "ab"])
+        scheduler.step(0.0, arrivals(2, 90))
+        self.run(scheduler, 0.04, 0.04, range(100))
+        self.run(scheduler, 4.0, 0.04, range(100, 101))
+        assert self.order(scheduler, 4) == "abab"
+
+    def test_one_that_becomes_as_fast_is_used_like_the_other_one(self) -> None:
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named(name, 4), ()) for name in "ab"])
+        scheduler.step(0.0, arrivals(2, 90))
+        self.run(scheduler, 0.10, 0.04, range(150))
+        self.run(scheduler, 0.04, 0.04, range(150, 400))
+        assert sorted(self.order(scheduler, 6)) == list("aaabbb")
+
+    def test_nothing_is_known_before_the_costs_of_a_round_are(self) -> None:
+        assert self.order(self.pool(0.10, 0.04, rounds=10), 4) == "abab"
+
+    def test_estimates_follow_when_all_workers_become_faster(self) -> None:
+        """Otherwise all workers would be fast ones, in a shard whose seconds are long."""
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named(name, 1, max_length=9000), ()) for name in "ab"])
+        scheduler.step(0.0, arrivals(2, 90, max_tokens=8000))
+        self.run(scheduler, 0.10, 0.04, range(300))
+        before_s = scheduler.priors.cost.round_s(1, 1, 100)
+        self.run(scheduler, 0.05, 0.02, range(300, 5000))
+        assert before_s == pytest.approx(0.07, rel=0.1), "the mean of both"
+        assert scheduler.priors.cost.round_s(1, 1, 100) == pytest.approx(0.035, rel=0.1)
+
+
 class TestAFreeSlot:
     def crowded(self) -> Scheduler:
         """Return a core whose worker runs r00, has paused r01, whose KV it holds, and has not run r02."""

@@ -21,6 +21,7 @@ from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.handlers.learning import Learner
 from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.shard import Shard
 
 SUBJECTS = [f"subject{chr(97 + n)}{chr(97 + m)}" for n in range(12) for m in range(8)]
 TASKS = {"name": 8.0, "list": 60.0, "explain": 250.0, "write": 700.0}
@@ -147,7 +148,7 @@ class TestLearning:
 def burst_ended(at_arrival: float) -> Priors:
     """Return the priors after a burst, all of which were predicted to have `at_arrival` tokens."""
     priors = Priors()
-    learner = Learner(priors, EstimateErrors())
+    learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))
     for features, length in prompts(200):
         facts = RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features)
         guesses = Guesses(prompt=at_arrival)

@@ -186,10 +186,21 @@ class CostModel:
         """
         if slots <= self.batch:
             return 1.0
+        return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / self._typical_share_s)
+
+    @property
+    def by_batch_s(self) -> tuple[float, float]:
+        """Return the seconds of a round without sequences, and those that each sequence adds, with the
+        typical number of tokens and context.
+        """
+        fixed = self.fit[0]
+        return fixed, self._typical_share_s - fixed / self.batch
+
+    @property
+    def _typical_share_s(self) -> float:
         contexts = self.squares[3] * CONTEXT_UNIT
         sequences = self.squares[1] * BATCH_UNIT
-        share_s = self.share_s(contexts / sequences if sequences else 0.0)
-        return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / share_s)
+        return self.share_s(contexts / sequences if sequences else 0.0)
 
     def prefill_share_s(self, tokens: int) -> float:
         """Return the machine seconds to compute `tokens` tokens of context. Nothing else runs during a

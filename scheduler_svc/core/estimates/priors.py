@@ -214,13 +214,15 @@ class Priors:
 
     # Observations, from the scheduler.
 
-    def publish(self) -> None:
-        """Start a new version if that would change ranks."""
+    def publish(self) -> bool:
+        """Start a new version if that would change ranks; return whether it did."""
         share_s = self.cost.share_s(0)
         if self._tables_changed or abs(share_s - self._share_s) > COST_CHANGE * self._share_s:
             self._share_s = share_s
             self._tables_changed = False
             self.version += 1
+            return True
+        return False
 
     def observe_round(self, batch: float, tokens: float, context_tokens: float, seconds: float) -> None:
         """Learn from the cost of a round; see `CostModel`."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from scheduler_svc.core.estimates.cost import ENOUGH_ROUNDS, OUTLIER
 from scheduler_svc.core.estimates.errors import EstimateErrors
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import Progress, RoundReported
 from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
 OF_LATE = 0.02
 """Weight of the newest round in a worker's recent figures."""
+SLOWNESS_STEP = 0.10
+"""Change of a worker's recent slowness, as a share, that placement takes notice of. Our choice: rounds of equal
+workers differ by less in the mean, and one outlier changes it by less."""
 OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
 """Ends that are observations of the length of a class: the length itself, and with LENGTH a lower bound. The
 others cut a request short."""
@@ -20,9 +25,12 @@ others cut a request short."""
 class Learner:
     """Adds observations to the priors, and judges past estimates."""
 
-    def __init__(self, priors: Priors, estimate_errors: EstimateErrors) -> None:
+    def __init__(self, priors: Priors, estimate_errors: EstimateErrors, shard: Shard) -> None:
         self._priors = priors
         self._estimate_errors = estimate_errors
+        self._shard = shard
+        self._mean_slowness = 1.0
+        """Mean over recent rounds of the slowness of their workers (decayed)."""
 
     def learn_round(
         self,
@@ -47,8 +55,8 @@ class Learner:
             accepted += progress.accepted
         if verified:
             n = report.rounds
-            self._priors.observe_round(
-                verified / n, (drafted_by_all + verified) / n, context / n, seconds / n
+            self._learn_cost(
+                worker, n, verified / n, (drafted_by_all + verified) / n, context / n, seconds / n
             )
         if prefilled:
             # A round that verifies nothing is all prefill, whatever it calls its parts.
@@ -63,6 +71,25 @@ class Learner:
         worker.accepted += weight * (accepted / report.rounds - worker.accepted)
         if report.total_s > 0:
             worker.tokens_per_s += weight * (tokens / report.total_s - worker.tokens_per_s)
+
+    def _learn_cost(
+        self, worker: Worker, rounds: int, batch: float, tokens: float, context: float, seconds: float
+    ) -> None:
+        """Learn the cost of a round of a mean worker, and how much slower this one is.
+
+        Slowness is relative to the mean of the workers that report, so that the cost model follows when faster
+        ones replace all of them.
+        """
+        cost = self._priors.cost
+        if cost.rounds > ENOUGH_ROUNDS and seconds > 0:
+            times = seconds / cost.round_s(batch, tokens, context)
+            times = min(OUTLIER, max(1 / OUTLIER, times))
+            weight = min(1.0, OF_LATE * rounds)
+            worker.recent_slowness += weight * (times - worker.recent_slowness)
+            if abs(worker.recent_slowness - worker.slowness) > SLOWNESS_STEP * worker.slowness:
+                self._shard.set_slowness(worker, worker.recent_slowness)
+            self._mean_slowness += weight * (worker.slowness - self._mean_slowness)
+        self._priors.observe_round(batch, tokens, context, seconds * self._mean_slowness / worker.slowness)
 
     def learn_end(self, end: End, request: Request) -> None:
         """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""

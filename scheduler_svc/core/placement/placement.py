@@ -1,8 +1,8 @@
 """Placement of requests on the lists of workers (our choice).
 
-A request is bound to the worker with the fewest unfinished requests when there is room; kept there with its
-KV; taken by a worker with a free slot when no other request waits. Every decision here ends in a call of the
-ledger.
+A request is bound, when there is room, to the worker whose rounds would be shortest with it; kept there with
+its KV; taken by a worker with a free slot when no other request waits. Every decision here ends in a call of
+the ledger.
 """
 
 from __future__ import annotations
@@ -157,9 +157,7 @@ class _Front:
 
 
 def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
-    """Lease queued requests, best rank first, to the worker with the fewest unfinished requests, until the
-    lists are full.
-    """
+    """Lease queued requests, best rank first, to the least loaded worker, until the lists are full."""
     at = 0
     while at < len(shard.queued):
         room = next(_with_room(shard), None)
@@ -178,7 +176,7 @@ def _with_room(shard: Shard) -> Iterator[Worker]:
     """Yield the workers whose list is not full, least loaded first."""
     for worker in shard.worker_orders.by_load():
         if len(worker.members) >= shard.worker_orders.list_length(worker):
-            return  # the others are fuller: load is members per slot, the length a multiple of the slots
+            return  # the others are full, too
         yield worker
 
 

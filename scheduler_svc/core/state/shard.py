@@ -168,6 +168,11 @@ class Shard:
         worker.alone = alone
         self.worker_changed(worker)
 
+    def set_slowness(self, worker: Worker, slowness: float) -> None:
+        """Set how many times as long as expected a worker's rounds take."""
+        worker.slowness = slowness
+        self._list_changed(worker)
+
     def charge(self, account: Account, seconds: float, attained_s: float) -> None:
         """Charge a request's tenant for a round: `seconds` of service in the round, `attained_s` in all
         rounds of the request.

@@ -60,6 +60,11 @@ class Worker:
     """Recent drafted and accepted tokens (decayed)."""
     tokens_per_s: float = 0.0
     """Recent rate (decayed)."""
+    slowness: float = 1.0
+    """Its rounds take this many times as long as the shared cost model expects. Placement uses it; it follows
+    `recent_slowness` in steps, so that equal workers stay equal."""
+    recent_slowness: float = 1.0
+    """The same over its recent rounds (decayed)."""
     _listed: list[Request] = field(default_factory=list)
     """Its members, best first as of the last sort."""
     _is_in_order: bool = True
@@ -123,11 +128,6 @@ class Worker:
             facts.target_blocks - self.free_target_blocks > LATCH_OFF * facts.target_blocks
             or facts.draft_blocks - self.free_draft_blocks > LATCH_OFF * facts.draft_blocks
         )
-
-    @property
-    def load(self) -> tuple[float, str]:
-        """Return the unfinished requests per slot: workers get requests in this order, fewest first."""
-        return (len(self.members) / self.slots, self.worker_id)
 
     def holds(self, request: Request) -> bool:
         """Return whether it could run the request to its end."""

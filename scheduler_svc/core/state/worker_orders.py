@@ -1,4 +1,6 @@
-"""Workers in order: those that take work by their load, those with full lists by where the list ends."""
+"""Workers in order: those that take work by the time that a further request would need there, those with full
+lists by where the list ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,10 @@ from scheduler_svc.core.rank import OrderKey
 from scheduler_svc.core.state.sorted_keys import Ranked
 from scheduler_svc.core.state.worker import Worker
 
+_Load = tuple[int, float, float, str]
+"""The order of workers: a slot is free (0), all are taken (1), some requests wait (2) or the list is full (3);
+then the seconds until each request, a further one included, has had a round; then the requests per slot, and
+the worker. The requests per slot decide if a round costs the same with any number."""
 _Cut = tuple[int, float, str, str]
 """The order key of the last member inside a full list, and the worker."""
 
@@ -19,8 +25,9 @@ class WorkerOrders:
     def __init__(self, workers: dict[str, Worker], list_factor: int) -> None:
         self._workers = workers
         self._list_factor = list_factor
-        self._loads: Ranked[tuple[float, str]] = Ranked()
-        self._load_of: dict[str, tuple[float, str]] = {}
+        self._fixed_s = self._sequence_s = 0.0
+        self._loads: Ranked[_Load] = Ranked()
+        self._load_of: dict[str, _Load] = {}
         self._cuts: Ranked[_Cut] = Ranked()
         self._cut_of: dict[str, _Cut] = {}
         self.cut_may_differ: dict[str, Worker] = {}
@@ -31,12 +38,15 @@ class WorkerOrders:
         return self._list_factor * worker.slots
 
     def by_load(self) -> Iterator[Worker]:
-        """Yield the workers that take work, the fewest unfinished requests per slot first."""
+        """Yield the workers that take work: those with a free slot, then those without, those with requests
+        that wait, those with full lists; among these the one that soonest has had a round of each request,
+        a further one included.
+        """
         for key in self._loads:
             yield self._workers[key[-1]]
 
     def by_load_reversed(self) -> Iterator[Worker]:
-        """Yield the same workers, the most unfinished requests per slot first."""
+        """Yield the same workers in the opposite order."""
         for key in reversed(self._loads):
             yield self._workers[key[-1]]
 
@@ -53,7 +63,7 @@ class WorkerOrders:
     def list_changed(self, worker: Worker) -> None:
         """Update the orders after a change of a worker's list, or of whether it takes work."""
         self.cut_may_differ[worker.worker_id] = worker
-        load = worker.load if worker.takes_work else None
+        load = self._load(worker) if worker.takes_work else None
         before = self._load_of.get(worker.worker_id)
         if load != before:
             if before is not None:
@@ -63,10 +73,27 @@ class WorkerOrders:
                 self._loads.add(load)
                 self._load_of[worker.worker_id] = load
 
+    def cost_changed(self, fixed_s: float, sequence_s: float) -> None:
+        """Set the expected seconds of a round without sequences, and those that each sequence adds."""
+        self._fixed_s, self._sequence_s = fixed_s, sequence_s
+        for worker in self._workers.values():
+            self.list_changed(worker)
+
     def forget(self, worker: Worker) -> None:
         """Forget a worker that takes no work and has no members."""
         self._refresh_cut(worker)
         del self.cut_may_differ[worker.worker_id]
+
+    def _load(self, worker: Worker) -> _Load:
+        count, slots = len(worker.members), worker.slots
+        if count <= slots:
+            stage = 1 if count == slots else 0
+        else:
+            stage = 2 if count < self.list_length(worker) else 3
+        seconds = worker.slowness * (self._fixed_s + self._sequence_s * min(count + 1, slots))
+        if count >= slots:
+            seconds *= (count + 1) / slots
+        return (stage, seconds, count / slots, worker.worker_id)
 
     def _refresh_cut(self, worker: Worker) -> None:
         cut = self._cut(worker)
@@ -92,4 +119,4 @@ class WorkerOrders:
         assert all(self._cut_of.get(w.worker_id) == self._cut(w) for w in settled)
         assert sorted(self._cut_of.values()) == list(self._cuts)
         takers = [w for w in self._workers.values() if w.takes_work]
-        assert sorted(w.load for w in takers) == list(self._loads)
+        assert sorted(self._load(w) for w in takers) == list(self._loads)
