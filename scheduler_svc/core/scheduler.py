@@ -78,7 +78,7 @@ class Scheduler:
             self._apply(event, ledger)
         self._publish(now_s)
         self._shard.take_turns()
-        place(self._shard, ledger, self.settings)
+        place(self._shard, ledger, self.settings, self.priors)
         return ledger.commands(self.settings)
 
     def _publish(self, now_s: float) -> None:

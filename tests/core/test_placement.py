@@ -11,7 +11,15 @@ from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.events import Arrived, EndRequested, Recovered, ResidencyChange, WorkerFacts, WorkerUp
+from scheduler_svc.core.events import (
+    Arrived,
+    EndRequested,
+    Held,
+    Recovered,
+    ResidencyChange,
+    WorkerFacts,
+    WorkerUp,
+)
 from scheduler_svc.core.placement.placement import MOST_LISTS_REFRESHED
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
@@ -207,6 +215,44 @@ class TestWorkersOfUnequalSpeed:
         self.run(scheduler, 0.05, 0.02, range(300, 5000))
         assert before_s == pytest.approx(0.07, rel=0.1), "the mean of both"
         assert scheduler.priors.cost.round_s(1, 1, 100) == pytest.approx(0.035, rel=0.1)
+
+
+class TestMovesToFasterWorkers:
+    """A round of a takes 2.5 times as long as one of b. A request runs on a when the slot of b becomes free."""
+
+    def moves(
+        self, a_s: float = 0.10, tokens: int = 400, free_blocks: int = 900, b: WorkerFacts | None = None
+    ) -> bool:
+        """Return whether it moves after its next round, with `tokens` tokens in all."""
+        scheduler = TestWorkersOfUnequalSpeed().pool(a_s, 0.04, slots=1)
+        scheduler.step(1000.0, arrivals(2, max_tokens=tokens, runs_to_limit=True))
+        on_a, on_b = sorted(("r00", "r01"), key=lambda name: worker_of(scheduler, name) or "")
+        free = {"free_target_blocks": free_blocks, "free_draft_blocks": free_blocks}
+        scheduler.step(1001.0, [report(did(on_b, 0, 1, drafted=0), worker_id="b", **free)])
+        scheduler.step(1001.0, [report(did(on_a, 0, 1, drafted=0), worker_id="a")])
+        if b is not None:
+            scheduler.step(1001.0, [WorkerUp(b, (Held(on_b, 1, Residency.DEVICE),))])
+        scheduler.step(1002.0, [EndRequested(on_b, End.CANCELLED, "")])
+        assert worker_of(scheduler, on_a) == "a", "it is in a round"
+        commands = scheduler.step(1003.0, [report(did(on_a, 1, 1, drafted=0), worker_id="a")])
+        scheduler.check()
+        moved = worker_of(scheduler, on_a) == "b"
+        assert leased(commands) == ({"b": 1} if moved else {})  # type: ignore[arg-type]
+        assert scheduler.totals().running == (not moved)
+        return moved
+
+    def test_after_its_round_it_goes_to_the_faster_one(self) -> None:
+        assert self.moves()
+
+    def test_not_if_little_is_left(self) -> None:
+        assert not self.moves(tokens=12)
+
+    def test_not_to_one_that_cannot_hold_it(self) -> None:
+        assert not self.moves(b=named("b", 1, max_length=64))
+        assert not self.moves(free_blocks=5)
+
+    def test_not_between_equal_workers(self) -> None:
+        assert not self.moves(a_s=0.04)
 
 
 class TestAFreeSlot:

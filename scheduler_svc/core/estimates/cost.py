@@ -186,7 +186,7 @@ class CostModel:
         """
         if slots <= self.batch:
             return 1.0
-        return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / self._typical_share_s)
+        return max(0.0, 1.0 - self.fit[0] * (1.0 / self.batch - 1.0 / slots) / self.typical_share_s)
 
     @property
     def by_batch_s(self) -> tuple[float, float]:
@@ -194,10 +194,11 @@ class CostModel:
         typical number of tokens and context.
         """
         fixed = self.fit[0]
-        return fixed, self._typical_share_s - fixed / self.batch
+        return fixed, self.typical_share_s - fixed / self.batch
 
     @property
-    def _typical_share_s(self) -> float:
+    def typical_share_s(self) -> float:
+        """Return the machine seconds of a round for one sequence, with the typical context, too."""
         contexts = self.squares[3] * CONTEXT_UNIT
         sequences = self.squares[1] * BATCH_UNIT
         return self.share_s(contexts / sequences if sequences else 0.0)

@@ -1,8 +1,8 @@
 """Placement of requests on the lists of workers (our choice).
 
 A request is bound, when there is room, to the worker whose rounds would be shortest with it; kept there with
-its KV; taken by a worker with a free slot when no other request waits. Every decision here ends in a call of
-the ledger.
+its KV; taken by a worker with a free slot when no other request waits, and by a faster one also while it runs.
+Every decision here ends in a call of the ledger.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from laps_sd.contract.choose import Residency
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.policies.base import resume_cost_s
 from scheduler_svc.core.rank import last_of_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
+from scheduler_svc.core.state.worker_orders import WorkerOrders
 
 MOST_REFRESHED = 8
 """Ranks at the front of the queue that are computed again in one step, however many wait there on older
@@ -29,8 +32,12 @@ rounds, a cleared worker costs up to `QUIET_S` and the KV of the requests that r
 MOST_LISTS_REFRESHED = 4
 """Lists whose ranks are computed again in one step, because a queued request was about to overtake them."""
 
+MOVE_SAVES = 10.0
+"""A move of a running request must save this many times what it costs: both are estimates, and a request that
+costs nothing to place may soon come for the free slot. Our choice; 3 and 10 do as well, 1 moves too many."""
 
-def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
+
+def place(shard: Shard, ledger: Ledger, settings: CoreSettings, priors: Priors) -> None:
     """Bring leases in line with ranks, after the events of a step."""
     _run_alone(shard, ledger)
     _lease_reserved(shard, ledger)
@@ -39,6 +46,7 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
     _overtake(shard, ledger, front)
     _take_back_the_worst(shard, ledger, settings)
     _steal(shard, ledger)
+    _move_to_faster(shard, ledger, priors)
 
 
 def _run_alone(shard: Shard, ledger: Ledger) -> None:
@@ -239,6 +247,40 @@ def _steal(shard: Shard, ledger: Ledger) -> None:
             if request is None:
                 break
             ledger.move(request, thief, "which had a free slot")
+
+
+def _move_to_faster(shard: Shard, ledger: Ledger, priors: Priors) -> None:
+    """Move running requests of the workers that have reported to faster workers with a free slot, best rank
+    first.
+    """
+    for worker in list(shard.touched.values()):
+        while worker.takes_work:
+            faster = next(_with_free_slots(shard), None)
+            if faster is None or faster.slowness >= worker.slowness:
+                break
+            request = _worth_moving(worker, faster, shard.worker_orders, priors)
+            if request is None:
+                break
+            ledger.move(request, faster, "which is faster")
+
+
+def _worth_moving(worker: Worker, faster: Worker, orders: WorkerOrders, priors: Priors) -> Request | None:
+    """Return the best running request whose rounds would be so much shorter there that a move saves enough.
+
+    A move costs the round that runs here, and the time in which its context is computed there, for each request
+    of that worker.
+    """
+    batch = len(faster.members) + 1
+    here_s = orders.round_s(worker, len(worker.running))
+    saved_s = here_s - orders.round_s(faster, batch)
+    share_s = priors.cost.typical_share_s
+    for request in worker.in_order:
+        if request.running and faster.holds(request) and faster.has_blocks_for(request):
+            rounds = request.rank.remaining.mean_s / share_s
+            cost_s = here_s + batch * faster.slowness * resume_cost_s(request, priors)
+            if rounds * saved_s > MOVE_SAVES * cost_s:
+                return request
+    return None
 
 
 def _has_victims(shard: Shard) -> bool:

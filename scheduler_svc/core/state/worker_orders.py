@@ -37,6 +37,10 @@ class WorkerOrders:
         """Return the length its list should have while the queue can fill it."""
         return self._list_factor * worker.slots
 
+    def round_s(self, worker: Worker, batch: int) -> float:
+        """Return the expected seconds of a round of a worker with `batch` requests."""
+        return worker.slowness * (self._fixed_s + self._sequence_s * batch)
+
     def by_load(self) -> Iterator[Worker]:
         """Yield the workers that take work: those with a free slot, then those without, those with requests
         that wait, those with full lists; among these the one that soonest has had a round of each request,
@@ -90,7 +94,7 @@ class WorkerOrders:
             stage = 1 if count == slots else 0
         else:
             stage = 2 if count < self.list_length(worker) else 3
-        seconds = worker.slowness * (self._fixed_s + self._sequence_s * min(count + 1, slots))
+        seconds = self.round_s(worker, min(count + 1, slots))
         if count >= slots:
             seconds *= (count + 1) / slots
         return (stage, seconds, count / slots, worker.worker_id)
