@@ -30,7 +30,7 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         "--policy",
         action="append",
         help="only these, as NAME or NAME:setting=value,… (default: what the regime names); heard_per_s=0.01 lets the "
-        "core receive up to eight rounds of a worker together; there are: "
+        "core receive up to four rounds of a worker together; there are: "
         + ", ".join([*sorted(POLICIES), "oracle"]),
     )
     add_arguments(parser)

@@ -26,7 +26,7 @@ HEARD_PER_S = 200
 """Reports that the core receives in a second, about: with more workers each of them waits longer between two.
 Our choice: with ten workers whose rounds take 50 ms the core receives each round.
 """
-MOST_ROUNDS = 8
+MOST_ROUNDS = 4
 """Rounds that wait at most."""
 
 

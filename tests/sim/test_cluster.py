@@ -308,7 +308,7 @@ def test_a_job_says_what_is_wrong_with_it():
 
 @pytest.mark.parametrize("slots", [1, 8])
 def test_reports_that_wait_for_the_core_lose_no_token_and_hardly_any_time(slots: int) -> None:
-    """Eight rounds wait; the cluster raises if a token is lost or counted twice."""
+    """Up to four rounds wait; the cluster raises if a token is lost or counted twice."""
     machine = Machine(slots=slots, kv_tokens=1000 * slots)
     jobs = chat(300, 1.0, 5, machine, workers=3)
 

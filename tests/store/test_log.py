@@ -291,7 +291,10 @@ class TestFolding:
         """Two reports about one request, a round and then a prefill, may come in one turn."""
         await accept(store, a_request())
         await lease(store)
-        round_, prefill = a_commit(tokens=(7, 8)), a_commit(position=2, tokens=(), standing=a_standing(rounds=9))
+        round_, prefill = (
+            a_commit(tokens=(7, 8)),
+            a_commit(position=2, tokens=(), standing=a_standing(rounds=9)),
+        )
         for commits in [[round_], [prefill]] if apart else [[round_, prefill]]:
             batch = store.batch()
             answer = batch.commit(commits)
