@@ -1,7 +1,7 @@
 """Workers that cost little CPU: the protocol of WorkerLink, no engine, and reports on a fixed schedule.
 
 Each worker dials a stream of its own and reports a round every `round_s` seconds, as a device would that
-takes this long for every round, whatever it contains: the first `slots` requests of the newest assignment
+takes this long for every round, whatever it contains: the first `slots` requests of the newest list
 took part. A request prefills in its first round and gains 1 to 4 tokens in every round (2.7 on average); it
 ends when it reaches the length that is drawn from its id. All KV fits, so that nothing is evicted.
 
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import grpc.aio
@@ -113,6 +114,8 @@ class Held:
     """True once it has ended here or was dropped: it does not run again."""
 
 
+_rank = attrgetter("rank_class", "index_s", "request_id")
+"""Order of requests in a list, but for the reserved ones; see `laps_sd.contract.choose`."""
 END = pb.RequestProgress(end=gateway_pb.RequestEnd.KIND_STOP).SerializeToString()
 
 
@@ -236,8 +239,9 @@ class SyntheticWorker:
         self._offset_s = fleet.round_s * number / fleet.of
         self._scripts = scripted
         self._held: dict[str, Held] = {}
-        self._assignment: pb.Assignment | None = None
-        """The newest assignment, until a round begins with it."""
+        self._entries: dict[str, pb.AssignmentEntry] = {}
+        self._is_new = False
+        """True if no round has begun with these entries."""
         self._listed: list[Held] = []
         self._ended: deque[tuple[int, list[Held]]] = deque()
         """By report that is not acknowledged: the requests that ended with it."""
@@ -285,7 +289,13 @@ class SyntheticWorker:
                     for leased in reply.specifications.specifications:
                         self._specified(leased)
                 case "assignment":
-                    self._assignment = reply.assignment
+                    if not reply.assignment.changes:
+                        self._entries.clear()
+                    for request_id in reply.assignment.removed:
+                        del self._entries[request_id]
+                    for entry in reply.assignment.entries:
+                        self._entries[entry.request_id] = entry
+                    self._is_new = True
                 case "drop":
                     for request in reply.drop.requests:
                         held = self._held.get(request.request_id)
@@ -354,12 +364,13 @@ class SyntheticWorker:
 
     def _chosen(self) -> list[Held]:
         """Return the requests of the next round."""
-        if self._assignment is not None:
-            found = [(self._held.get(entry.request_id), entry) for entry in self._assignment.entries]
+        if self._is_new:
+            best_first = sorted(self._entries.values(), key=_rank)
+            found = [(self._held.get(entry.request_id), entry) for entry in best_first]
             self._listed = [
                 held for held, entry in found if held is not None and held.lease_epoch == entry.lease_epoch
             ]
-            self._assignment = None
+            self._is_new = False
         return [held for held in self._listed if not held.over][: self._fleet.slots]
 
     def _round(self, run: list[Held]) -> bytes:

@@ -764,27 +764,38 @@ Global___LeasedSpecification: _TypeAlias = LeasedSpecification  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
-    """The requests that the worker runs from its next round on: the first ones that fit, in this order. Replaces the assignment
-    before. A request that the worker holds and that is not listed does not run; the worker forgets it when a DropRequests names it.
+    """The requests that the worker runs from its next round on: those that `laps_sd.contract.choose` chooses. Replaces the
+    assignment before. A request that the worker holds and that is not listed does not run; the worker forgets it when a
+    DropRequests names it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Grows with each assignment of a leader."""
+    """Grows with each assignment of a stream."""
+    changes: _builtins.int
+    """From version 2 on. Not 0: the list is that of this number, the newest one of the stream, without the `removed` requests,
+    and with `entries` added or in place of its own.
+    """
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignmentEntry]: ...
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         entries: _abc.Iterable[Global___AssignmentEntry] | None = ...,
+        changes: _builtins.int = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "entries", b"entries", "number", b"number", "removed", b"removed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,7 +59,11 @@ class WorkerSession:
     close_reason: str = ""
     _specifications: dict[str, LeasedSpecification] = field(default_factory=dict)
     _drops: dict[str, int] = field(default_factory=dict)
-    _assignment: WorkerReply | None = None
+    protocol_version: int = PROTOCOL_VERSIONS[0]
+    _list: Sequence[AssignEntry] | None = None
+    """Newest list, if it is not sent."""
+    _listed: dict[str, AssignEntry] = field(default_factory=dict)
+    """List that was sent last."""
     _assignments: int = 0
     _acknowledged: int = 0
     _acknowledged_sent: int = 0
@@ -102,9 +106,23 @@ class WorkerSession:
 
     def assign(self, entries: Sequence[AssignEntry]) -> None:
         """Replace the worker's list."""
-        self._assignments += 1
-        self._assignment = replies.assignment(self._assignments, entries)
+        self._list = entries
         self.wake.set()
+
+    def _assigned(self, entries: Sequence[AssignEntry]) -> WorkerReply:
+        """Return the message with a new list: what has changed, if the worker has the one before and reads
+        changes.
+        """
+        before, self._listed = self._listed, {entry.request_id: entry for entry in entries}
+        self._assignments += 1
+        if not before or self.protocol_version < COLUMNS_VERSION:
+            return replies.assignment(self._assignments, entries)
+        return replies.assignment(
+            self._assignments,
+            [entry for entry in entries if before.get(entry.request_id) is not entry],
+            changes=self._assignments - 1,
+            removed=before.keys() - self._listed.keys(),
+        )
 
     def teach(self, learnt: LearntProbe) -> None:
         """Send what the probe of another worker has learnt."""
@@ -139,9 +157,9 @@ class WorkerSession:
             self._drops = {}
         due.extend(replies.specifications(self._specifications.values()))
         self._specifications = {}
-        if self._assignment is not None:
-            due.append(self._assignment)
-            self._assignment = None
+        if self._list is not None:
+            due.append(self._assigned(self._list))
+            self._list = None
         if self._acknowledging is not None and (due or self._drained or self._acknowledgement_due):
             self._acknowledging.cancel()
             self._acknowledging, self._acknowledgement_due = None, False

@@ -251,10 +251,14 @@ def specifications(leased: Iterable[worker_pb.LeasedSpecification]) -> Iterator[
         yield reply
 
 
-def assignment(number: int, entries: Iterable[AssignEntry]) -> WorkerReply:
-    """Return the worker's new list."""
+def assignment(
+    number: int, entries: Iterable[AssignEntry], *, changes: int = 0, removed: Iterable[str] = ()
+) -> WorkerReply:
+    """Return the worker's new list: whole, or as `changes` of the list of that number."""
     reply = WorkerReply()
     reply.assignment.number = number
+    reply.assignment.changes = changes
+    reply.assignment.removed.extend(removed)
     add = reply.assignment.entries.add
     for listed in entries:
         entry = add()

@@ -43,6 +43,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
+from worker_svc.link.lists import AssignedList
 from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
 from worker_svc.link.replies import runner_messages
@@ -95,6 +96,7 @@ class SchedulerLink:
         """True once a leader has greeted the present stream."""
         self._version = 0
         """Protocol version of the present stream."""
+        self._lists = AssignedList()
         self._on_greeted = on_greeted
         self._on_drain_ordered = on_drain_ordered
         self._cost = metrics.MeasuredCost()
@@ -336,7 +338,7 @@ class SchedulerLink:
                     f"{', '.join(map(str, PROTOCOL_VERSIONS))}."
                 )
             )
-        self._version = version
+        self._version, self._lists = version, AssignedList()
         self.leader_epoch = reply.leader_epoch
         self.connected = True
         metrics.CONNECTED.set(1)
@@ -406,5 +408,5 @@ class SchedulerLink:
                 self._finish(None)
             case _:  # a heartbeat, or a message of a later version
                 pass
-        if messages := runner_messages(kind, reply):
+        if messages := runner_messages(kind, reply, self._lists):
             self.runner.put(*messages)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from laps_sd.v1 import worker_link_pb2 as pb
-from worker_svc.link.wire import learnt_probe, listed, specification
+from worker_svc.link.lists import AssignedList
+from worker_svc.link.wire import learnt_probe, specification
 from worker_svc.runner.messages import Acknowledged, Assigned, Dropped, Message, Specified, Taught
 
 
-def runner_messages(kind: str | None, reply: pb.WorkerLinkReply) -> list[Message]:
-    """Return what a message of this kind contains for the runner; nothing, if it concerns the link alone."""
+def runner_messages(kind: str | None, reply: pb.WorkerLinkReply, lists: AssignedList) -> list[Message]:
+    """Return what a message of this kind contains for the runner; nothing, if it concerns the link alone.
+    `lists`: of the stream. Raises LinkBroken.
+    """
     match kind:
         case "assignment":
-            return [Assigned(tuple([listed(entry) for entry in reply.assignment.entries]))]
+            return [Assigned(lists.take(reply.assignment))]
         case "specifications":
             return [
                 Specified(specification(leased.specification), leased.lease_epoch)

@@ -102,6 +102,7 @@ class Peer:
         try:
             async for message in self.call:
                 if message.WhichOneof("message") != "heartbeat":
+                    self.received(message)
                     self.heard.append(message)
                     self._news.set()
         except grpc.aio.AioRpcError:
@@ -109,6 +110,9 @@ class Peer:
         finally:
             self.ended = True
             self._news.set()
+
+    def received(self, message: Any) -> None:
+        """Look at a message before it is kept."""
 
     async def send(self, message: Any) -> None:
         await self.call.write(message)
@@ -258,6 +262,19 @@ class WorkerPeer(Peer):
         super().__init__(call)
         self.worker_id = worker_id
         self.number = 0
+        self._listed: dict[str, worker_pb.AssignmentEntry] = {}
+
+    def received(self, message: Any) -> None:
+        """Put the whole list in place of its changes."""
+        if message.WhichOneof("message") == "assignment":
+            assignment = message.assignment
+            if not assignment.changes:
+                self._listed.clear()
+            for request_id in assignment.removed:
+                del self._listed[request_id]
+            self._listed.update({entry.request_id: entry for entry in assignment.entries})
+            whole = list(self._listed.values())
+            message.assignment.CopyFrom(worker_pb.Assignment(number=assignment.number, entries=whole))
 
     async def assigned(self, *request_ids: str) -> dict[str, Running]:
         """Wait until exactly these are listed; their specifications must have come before."""
