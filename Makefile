@@ -114,13 +114,13 @@ endef
 # As the scheduler's image has it.
 COMPILED := build/compiled
 .PHONY: compiled
-compiled: setup ## Copy the tree into build/compiled and compile the scheduling core there (needs a C compiler)
+compiled: setup ## Copy the tree into build/compiled and compile the scheduler's core and path of reports there (needs a C compiler)
 	$(call copied,$(COMPILED))
 	cd $(COMPILED) && COMPILE_CORE=1 .venv/bin/python setup.py --quiet build_ext --inplace
 
 .PHONY: test-compiled
-test-compiled: compiled ## Run the core's tests against the compiled core
-	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" tests/core tests/sim $(ARGS)
+test-compiled: compiled ## Run the tests of what is compiled against it
+	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" tests/core tests/sim tests/store tests/services/scheduler $(ARGS)
 
 SANITIZED := build/sanitized
 .PHONY: test-sanitized

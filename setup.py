@@ -1,5 +1,6 @@
-"""What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core
-compiled ahead of time, by mypyc. With PURE_PYTHON=1 neither: the wheel then suits every Python and machine."""
+"""What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core and the
+path of a report through its leader compiled ahead of time, by mypyc. With PURE_PYTHON=1 neither: the wheel then
+suits every Python and machine."""
 
 import os
 import platform
@@ -19,8 +20,19 @@ KERNELS = Extension(
 )
 
 
+PATH_OF_A_REPORT = (
+    "scheduler_svc/leader/live.py",
+    "scheduler_svc/leader/sessions.py",
+    "scheduler_svc/store/log.py",
+    "scheduler_svc/store/tails.py",
+    "scheduler_svc/wire/replies.py",
+    "scheduler_svc/wire/reports.py",
+)
+"""Modules of the leader that do something for each request of each report."""
+
+
 def compiled_core() -> list[Any]:
-    """The core's modules; none unless asked for, since that takes a minute."""
+    """The core's modules and those of the path of a report; none unless asked for, since that takes a minute."""
     if os.environ.get("COMPILE_CORE") != "1":
         return []
     from mypyc.build import mypycify
@@ -31,6 +43,7 @@ def compiled_core() -> list[Any]:
         mypycify(
             [
                 *map(str, sorted(core)),
+                *PATH_OF_A_REPORT,
                 "laps_sd/contract/choose.py",
                 "laps_sd/contract/ends.py",
                 # The scheduler's image is built without this package.

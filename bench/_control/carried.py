@@ -13,8 +13,8 @@ keeps twice as many requests unfinished as the workers have slots, which fills t
 
 Conditions: scheduler, record, workers and client share the machine's cores, so that with few cores the
 latencies are upper bounds; the row names the cores that other processes had meanwhile. The workers' rounds
-begin at even distances and stay there, which is the kindest case for the waiting in front of the scheduler;
-`--round-spread` lets them drift. Late rounds are those that the workers have skipped, because their process had no
+begin at even distances and drift apart by chance (`--round-spread`; without it reports would hardly ever wait
+for each other). Late rounds are those that the workers have skipped, because their process had no
 core or because the stream took no more; many of them mean that the machine or the scheduler is full.
 """
 

@@ -34,7 +34,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument(
         "--carried",
         type=numbers,
-        default=[8, 16, 32],
+        default=[8, 16, 24],
         help="numbers of synthetic workers that one shard may carry, a run each; empty leaves them out",
     )
     parser.add_argument(
@@ -50,8 +50,9 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument(
         "--round-spread",
         type=float,
-        default=0.0,
-        help="share by which a round of a synthetic worker may be shorter or longer (default 0)",
+        default=0.1,
+        help="share by which a round of a synthetic worker may be shorter or longer (default 0.1; 0: rounds at even "
+        "distances, so that reports hardly ever wait for each other)",
     )
     parser.add_argument("--backlog", type=int, default=5_000, help="queued requests of the whole scheduler")
     parser.add_argument("--goal-ms", type=float, default=GOAL_MS, help=argparse.SUPPRESS)

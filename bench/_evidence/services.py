@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench._control.options import GOAL_GROWTH, GOAL_MS
 from bench._evidence.results import Row, read_rows
@@ -123,14 +124,50 @@ def deciding(path: Path) -> Iterator[str]:
     for row in whole:
         yield (
             f"The whole scheduler process (decode, core, commit to the record, publish; {row['config'].removeprefix('scheduler, ')}, "
-            f"{row['slots']} requests in a report): {row['cpu_ms_per_report']:.2f} ms of CPU time per report. So one core carries "
-            f"{row['workers_per_shard']} workers whose rounds take {row['at_round_s'] * 1e3:g} ms; more need another shard."
+            f"{row['slots']} requests in a report): {row['cpu_ms_per_report']:.2f} ms of CPU time per report."
             + (
                 f" Its record takes {row['record_cpu_ms_per_report']:.2f} ms of a core of its own."
                 if "record_cpu_ms_per_report" in row
                 else ""
             )
         )
+    yield ""
+    if synthetic := [row for row in rows if "carried_share" in row]:
+        yield from _workers_carried(synthetic)
+
+
+def _workers_carried(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what one shard carries, by the synthetic workers."""
+    row = rows[0]
+    most = max((one["workers"] for one in rows if one["carried"]), default=0)
+    yield (
+        f"What one shard carries: synthetic workers report {row['slots']} requests every {row['round_s'] * 1e3:g} ms, outputs of {row['output_tokens']} tokens in "
+        "the median. Scheduler, record, workers and the client share the machine's cores. Latency is from the report at its worker to its tokens at the gateway's "
+        f"link. {most} workers is the most of these that were carried: at least 98 % of the reports processed, and a p99 below 20 ms."
+    )
+    yield from table(
+        (
+            "workers",
+            "reports per second",
+            "processed",
+            "p50 ms",
+            "p90",
+            "p99",
+            "scheduler, CPU ms per report",
+            "record",
+        ),
+        (
+            (
+                str(one["workers"]),
+                f"{one['asked_per_s']:,.0f}",
+                f"{one['carried_share']:.1%}",
+                *(f"{one[name]:.1f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
+                f"{one['scheduler_cpu_ms']:.2f}",
+                f"{one['record_cpu_ms']:.2f}",
+            )
+            for one in rows
+        ),
+    )
     yield ""
 
 
