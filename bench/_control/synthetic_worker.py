@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
 import random
 import time
 from collections import deque
@@ -424,6 +425,7 @@ def worker_process(pipe: Connection, fleet: Fleet) -> None:
             samples = [sample for worker in workers for sample in worker.samples] if with_samples else []
             for worker in workers:
                 worker.samples.clear()
+            os.set_blocking(pipe.fileno(), True)  # the loop has changed that, and samples may fill the pipe
             pipe.send((counters, samples))
 
         asyncio.get_running_loop().add_reader(pipe.fileno(), answer)
