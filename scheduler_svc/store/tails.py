@@ -210,7 +210,7 @@ class Plan:
 
     def continues(self, commit: Commit) -> int | None:
         """Plan a row for progress that continues a request to which nothing else has happened in the batch.
-        Return the request's sequence number; None: nothing is planned, ask `expects`.
+        Return the request's sequence number; None: nothing is planned, and `expects` decides.
         """
         request_id, tails = commit.request_id, self._tails
         tail = tails.by_id.get(request_id)

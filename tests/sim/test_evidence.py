@@ -223,17 +223,31 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     }
     whole = {"config": "scheduler, 100 workers, 5000 queued", "slots": 64, "cpu_ms_per_report": 2.5}
     slow = core | {"queued": 1_000, "median_ms": 1.5, "memory_per_queued_bytes": 1900.0}
-    rows = [
-        slow,
-        core | {"memory_per_queued_bytes": 1800.4},
-        whole | {"workers_per_shard": 20, "at_round_s": 0.05},
-    ]
+    carries = {
+        "workers": 8,
+        "slots": 64,
+        "round_s": 0.05,
+        "output_tokens": 250,
+        "asked_per_s": 160.0,
+        "carried_share": 1.0,
+        "p50_ms": 2.0,
+        "p90_ms": 4.0,
+        "p99_ms": 7.0,
+        "scheduler_cpu_ms": 2.25,
+        "record_cpu_ms": 0.3,
+        "carried": True,
+    }
+    full = carries | {"workers": 48, "asked_per_s": 960.0, "p99_ms": 120.0, "carried": False}
+    rows = [slow, core | {"memory_per_queued_bytes": 1800.4}, whole, carries, full]
     text = "\n".join(deciding(results_of(tmp_path, "control", rows)))
     assert "| 10 | 1,000,000 | 0.50 | 0.90 | 1.20 | 1800 |" in text
     assert "compiled as in the scheduler's image" in text
     assert "1 of 2 rows meet both" in text
     assert "100 workers, 5000 queued" in text
-    assert "2.50 ms of CPU time per report. So one core carries 20 workers whose rounds take 50 ms" in text
+    assert "2.50 ms of CPU time per report." in text
+    assert "8 workers is the most of these that were carried" in text
+    assert "| 8 | 160 | 100.0% | 2.0 | 4.0 | 7.0 | 2.25 | 0.30 |" in text
+    assert "| 48 | 960 | 100.0% | 2.0 | 4.0 | 120.0 | 2.25 | 0.30 |" in text
 
 
 def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):

@@ -1,4 +1,4 @@
-"""What one turn of a leader does with the reports of workers, over a real record."""
+"""The reports of workers in single turns of a leader, over a real record."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Worker:
 
 
 class Leader:
-    """A leader's loop, one gateway and workers; a turn is run when the test says so."""
+    """A leader's loop, one gateway and workers; the test runs each turn."""
 
     def __init__(self, store: Store, settings: SchedulerSettings) -> None:
         core_settings = CoreSettings()
@@ -366,7 +366,7 @@ async def test_tokens_count_where_the_request_leaves_its_worker_in_the_same_turn
 
 async def test_no_tokens_are_taken_while_a_decision_is_not_on_the_record(leader: Leader) -> None:
     """Between the turn that decides to move a request and the next one, which writes it, its first worker
-    reports once more: the tokens go with the lease.
+    reports again: the tokens go with the lease.
     """
     [leaving, staying] = leader.workers
     await leader.turn(leaving.opens())
