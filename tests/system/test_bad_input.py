@@ -390,8 +390,8 @@ async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
         hello = gateway_pb.GatewayHello(gateway_id="g", protocol_versions=PROTOCOL_VERSIONS)
         await client.send(gateway_pb.GatewayMessage(hello=hello).SerializeToString())
         worker = LinkPeer(channel, WORKER_LINK, worker_pb.WorkerLinkReply)
-        introduction = worker_pb.WorkerHello(
-            worker_id="liar", worker_name="liar", pool="demo", protocol_versions=PROTOCOL_VERSIONS, fingerprint="fake",
+        introduction = worker_pb.WorkerHello(  # version 1: its lists come whole
+            worker_id="liar", worker_name="liar", pool="demo", protocol_versions=[1], fingerprint="fake",
             slots=8, target_blocks=4096, draft_blocks=4096, block_size=16, max_length=2048, max_draft_tokens=8,
         )  # fmt: skip
         await worker.send(worker_pb.WorkerMessage(hello=introduction).SerializeToString())
