@@ -409,18 +409,18 @@ class Loop:
         """
         before, self._decided = self._decided, None
         decided = before.transitions if before is not None else []
-        if decided or turn.taken:
-            writing = asyncio.create_task(self._record([*decided, *turn.taken]))
+        for transition in decided:  # not later: this turn may decide about the same requests
+            if (live := self.clients.live.get(transition.request_id)) is not None:
+                live.settling = False
+        if transitions := [*decided, *turn.taken]:
+            writing = asyncio.create_task(self._record(transitions))
             try:
                 await asyncio.sleep(0)  # it is sent now
                 self._decide(turn)
             except BaseException:
                 writing.cancel()
                 raise
-            for transition in decided:
-                if (live := self.clients.live.get(transition.request_id)) is not None:
-                    live.settling = False
-            await self._recorded_or_refused(turn, [*decided, *turn.taken], *await writing)
+            await self._recorded_or_refused(turn, transitions, *await writing)
         else:
             self._decide(turn)
         if before is not None:

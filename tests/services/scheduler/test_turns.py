@@ -23,6 +23,7 @@ from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import DrainOrdered, FromGateway, FromWorker, Item, WorkerClosed, WorkerOpened
+from scheduler_svc.metrics import REFUSED
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.store import Store
@@ -127,9 +128,12 @@ class Leader:
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a request, and run the turn in which its end is written."""
-        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=request_id, tenant="t")
-        await self.turn(FromGateway(self._gateway, gateway_pb.GatewayMessage(cancel=cancel)))
+        await self.turn(self.cancels(request_id))
         await self.turn()
+
+    def cancels(self, request_id: str) -> FromGateway:
+        cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=request_id, tenant="t")
+        return FromGateway(self._gateway, gateway_pb.GatewayMessage(cancel=cancel))
 
     def counted(self, request_id: str) -> int:
         """Return the output tokens that the core has counted."""
@@ -385,3 +389,34 @@ async def test_no_tokens_are_taken_while_a_decision_is_not_on_the_record(leader:
     explanation = leader.core.explain("r", 1_700_000_000.0)
     assert explanation is not None
     assert "recovered" not in [line.what for line in explanation.story], "the record had nothing to refuse"
+
+
+async def test_no_tokens_are_taken_while_a_second_decision_waits_for_the_record(leader: Leader) -> None:
+    """The request is cancelled in the turn that writes its move. Its next worker, which has it by then, reports in
+    the turn that writes its end.
+    """
+    [leaving, staying] = leader.workers
+    await leader.turn(leaving.opens())
+    await leader.submit("r")
+    await leader.turn(staying.opens())
+    await leader.turn(DrainOrdered("w1"))
+    refused = refusals()
+
+    await leader.turn(leader.cancels("r"))
+    assert staying.listed == ["r"]
+    await leader.turn(staying.reports(staying.progress("r", 0, 7)))
+    await leader.turn()
+
+    assert leader.tokens["r"] == []
+    assert await leader.recorded("r") == ()
+    assert refusals() == refused, "the record had nothing to refuse"
+
+
+def refusals() -> float:
+    """Return how many transitions the record has refused."""
+    return sum(
+        sample.value
+        for metric in REFUSED.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    )
