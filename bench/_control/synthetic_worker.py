@@ -38,6 +38,8 @@ from laps_sd.service.leader_link import PROTOCOL_VERSIONS, until_first_ends
 from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
+from worker_svc.link.lists import AssignedList
+from worker_svc.runner.messages import Listed
 
 CONNECT = "/laps_sd.v1.WorkerLink/Connect"
 HEARTBEAT_S = 1.0
@@ -240,9 +242,9 @@ class SyntheticWorker:
         self._offset_s = fleet.round_s * number / fleet.of
         self._scripts = scripted
         self._held: dict[str, Held] = {}
-        self._entries: dict[str, pb.AssignmentEntry] = {}
-        self._is_new = False
-        """True if no round has begun with these entries."""
+        self._lists = AssignedList()
+        self._newest: tuple[Listed, ...] | None = None
+        """The newest list, until a round begins with it."""
         self._listed: list[Held] = []
         self._ended: deque[tuple[int, list[Held]]] = deque()
         """By report that is not acknowledged: the requests that ended with it."""
@@ -290,13 +292,7 @@ class SyntheticWorker:
                     for leased in reply.specifications.specifications:
                         self._specified(leased)
                 case "assignment":
-                    if not reply.assignment.changes:
-                        self._entries.clear()
-                    for request_id in reply.assignment.removed:
-                        del self._entries[request_id]
-                    for entry in reply.assignment.entries:
-                        self._entries[entry.request_id] = entry
-                    self._is_new = True
+                    self._newest = self._lists.take(reply.assignment)
                 case "drop":
                     for request in reply.drop.requests:
                         held = self._held.get(request.request_id)
@@ -365,13 +361,13 @@ class SyntheticWorker:
 
     def _chosen(self) -> list[Held]:
         """Return the requests of the next round."""
-        if self._is_new:
-            best_first = sorted(self._entries.values(), key=_rank)
+        if self._newest is not None:
+            best_first = sorted(self._newest, key=_rank)
             found = [(self._held.get(entry.request_id), entry) for entry in best_first]
             self._listed = [
                 held for held, entry in found if held is not None and held.lease_epoch == entry.lease_epoch
             ]
-            self._is_new = False
+            self._newest = None
         return [held for held in self._listed if not held.over][: self._fleet.slots]
 
     def _round(self, run: list[Held]) -> bytes:

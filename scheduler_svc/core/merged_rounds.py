@@ -110,11 +110,7 @@ class MergedRounds:
 
 
 def _taken(worker: _Worker) -> list[RoundReported]:
-    waiting = worker.waiting
-    if len(waiting) < 2:
-        worker.waiting = []
-        return waiting
-    worker.waiting = []
+    waiting, worker.waiting = worker.waiting, []
     taken: list[RoundReported] = []
     first = 0
     for at in range(1, len(waiting) + 1):
@@ -125,23 +121,17 @@ def _taken(worker: _Worker) -> list[RoundReported]:
 
 
 def _can_wait(report: RoundReported) -> bool:
-    """Return whether nothing in a report asks for a decision."""
+    """Return whether the core need not decide about a report."""
     if report.residency or not report.progress:
         return False
     return all(progress.recorded and not progress.prefilled for progress in report.progress)
 
 
 def _continues(before: RoundReported, report: RoundReported) -> bool:
-    """Return whether a report can be merged with the one before, by the rule of `RoundReported`: all that took
-    part take part again, under the same lease and from where they were.
+    """Return whether a report can be merged with the one before, which could wait, by the rule of
+    `RoundReported`: all that took part take part again, under the same lease and from where they were.
     """
-    if before.residency:
-        return False
-    reached: dict[str, Progress] = {}
-    for progress in before.progress:
-        if not progress.recorded:
-            return False
-        reached[progress.request_id] = progress
+    reached = {progress.request_id: progress for progress in before.progress}
     again = 0
     for progress in report.progress:
         if not progress.tokens:

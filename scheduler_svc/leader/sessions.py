@@ -50,6 +50,7 @@ class WorkerSession:
     worker_name: str
     device: str
     fingerprint: str
+    protocol_version: int = PROTOCOL_VERSIONS[0]
     known: dict[str, int] = field(default_factory=dict)
     """Specifications the worker has: request id → lease epoch it has it under."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,7 +60,6 @@ class WorkerSession:
     close_reason: str = ""
     _specifications: dict[str, LeasedSpecification] = field(default_factory=dict)
     _drops: dict[str, int] = field(default_factory=dict)
-    protocol_version: int = PROTOCOL_VERSIONS[0]
     _list: Sequence[AssignEntry] | None = None
     """Newest list, if it is not sent."""
     _listed: dict[str, AssignEntry] = field(default_factory=dict)

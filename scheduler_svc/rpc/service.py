@@ -223,13 +223,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             log.error("worker refused", worker_id=hello.worker_id, reason=refused.detail if refused else "")
             await context.write(worker_pb.WorkerLinkReply(leader_epoch=leadership.epoch, refused=refused))
             return
-        session = WorkerSession(
-            hello.worker_id,
-            hello.worker_name,
-            hello.device,
-            hello.fingerprint,
-            protocol_version=version,
-        )
+        session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, hello.fingerprint, version)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
 
