@@ -1,8 +1,5 @@
 """The one task of a leader: collect messages, call the core, carry out its commands. The record comes first.
 
-One file for now: its parts share the state of a turn, and a change that carries out the commands of several
-turns at once replaces them together.
-
 A turn:
   1. take what is in the inbox, up to a bound, and the timers that are due;
   2. write new requests to the record, and send "accepted" for those that it took;
@@ -26,13 +23,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service.log import get_logger
 from scheduler_svc import metrics
@@ -46,14 +41,16 @@ from scheduler_svc.core.commands import (
     Rank,
     Release,
 )
-from scheduler_svc.core.events import EndRequested, Event, Refused, WorkerDraining
+from scheduler_svc.core.events import EndRequested, Event, WorkerDraining
 from scheduler_svc.core.merged_rounds import MergedRounds
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.leader.chores import Chores
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.recorder import until_answered
+from scheduler_svc.leader.repair import Repair
 from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
@@ -71,13 +68,12 @@ from scheduler_svc.leader.turn import (
     WorkerClosed,
     WorkerOpened,
 )
+from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.batch import Batch, Pending
-from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
-from scheduler_svc.store.records import StoredRequest, TransitionStatus, standing_at_arrival
+from scheduler_svc.store.records import TransitionStatus
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire import replies, reports
-from scheduler_svc.wire.checks import MAX_TOKEN_ID
 
 log = get_logger(__name__)
 
@@ -89,15 +85,6 @@ has to be on the record within the store's timeout: 256 reports of 64 requests t
 """
 OBSERVE_S = 1.0
 """Seconds between two readings of the queue's gauges."""
-FOLLOW_CLOCK_S = 10.0
-"""Seconds between two comparisons of the leader's clock with that of the record's server."""
-MEAN_REQUEST_S = "mean_request_s"
-"""Key in the record, stored with what the policy has learnt: machine seconds that an unfinished request still
-needs on average.
-"""
-WRITE_BACK_TOGETHER = 32
-FORGOTTEN_DETAIL = "the record lost how this request ended"
-MISMATCH_DETAIL = "the record holds other outputs than were committed"
 
 
 class Loop:
@@ -128,16 +115,32 @@ class Loop:
         self.timers = Timers()
         self.roster = Roster(settings, self.timers)
         self.clients = Clients(settings, store, self.timers, outage, lead=self, traces=traces)
+        self._working_copy = WorkingCopy(self.clients, self.roster)
+        self._repair = Repair(
+            store=store,
+            clients=self.clients,
+            working_copy=self._working_copy,
+            outage=outage,
+            clock=clock,
+        )
+        self._chores = Chores(
+            core=core,
+            store=store,
+            clients=self.clients,
+            repair=self._repair,
+            probes=probes,
+            timers=self.timers,
+            outage=outage,
+            clock=clock,
+            save_s=settings.priors_save_s,
+            doubt_lead=lambda: self.put(LeadInDoubt()),
+        )
         self._inbox: deque[Item] = deque()
         self._arrived = asyncio.Event()
-        self._next_events: list[Event] = []
         self._rounds = MergedRounds()
         """Reports that the core has not received."""
         self._decided: Turn | None = None
         """The turn before, if the record must have its transitions before the rest of it is carried out."""
-        self._saved_priors = ""
-        self._mean_request_s: float | None = None
-        """Machine seconds left per unfinished request, when there last was one."""
         self._kv_usage = 0.0
         """Share of KV blocks in use, as read last."""
         self._recovered_from: str | None = None
@@ -185,6 +188,12 @@ class Loop:
         each_s = self.core.totals().backlog_s / max(1, len(self.clients.live)) / workers
         return min(30.0, max(0.1, each_s))
 
+    async def confirm_lead(self) -> None:
+        """Return when the record holds what this leader has committed. Raises Fenced when another process
+        leads.
+        """
+        await self._repair.confirm_lead()
+
     async def recover(self) -> None:
         """Rebuild the working copy from the record. Called once, before anything else. Raises
         StoreUnavailable, Fenced.
@@ -210,8 +219,7 @@ class Loop:
             self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
         for worker_id in sorted(holders):
             self.roster.expect(worker_id, now_s)
-        self.timers.at(now_s + self.settings.priors_save_s, self._save_priors_soon)
-        self.timers.at(now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
+        self._chores.start(now_s)
         self.timers.at(now_s, self._observe_queue)
         if events:
             log.info("recovered", requests=len(events), workers=len(self.roster.workers))
@@ -230,7 +238,7 @@ class Loop:
             await self._turn(items)
 
     async def _wait(self) -> None:
-        if self._inbox or self._next_events or self._decided is not None:
+        if self._inbox or self._repair.events or self._decided is not None:
             await asyncio.sleep(0)  # let the streams' handlers send what the last turn decided
             return
         next_s = self.timers.next_s
@@ -240,13 +248,13 @@ class Loop:
                 await self._arrived.wait()
 
     async def _turn(self, items: Iterable[Item]) -> None:
-        turn = Turn(self.clock(), events=self._next_events)
-        self._next_events = []
+        turn = Turn(self.clock(), events=self._repair.events)
+        self._repair.events = []
         for item in items:
             self._collect(turn, item)
         self.timers.run_due(turn)
         if turn.lead_in_doubt:
-            await self.confirm_lead()
+            await self._repair.confirm_lead()
             for settled in turn.settled:
                 settled.set()
         if self.clients.doubtful:  # before a submission with the same idempotency key finds one of them
@@ -256,7 +264,7 @@ class Loop:
         if turn.offers:
             await self.clients.take_offers(turn)
         for live, shown in turn.seen_further:
-            await self._continue_after(turn, live, shown)
+            await self._repair.continue_after(turn, live, shown)
         if turn.unknown_attaches or turn.unknown_submits:
             await self.clients.answer_from_record(turn)
         if turn.departures:
@@ -338,68 +346,7 @@ class Loop:
         self._rounds.hurry_late(turn.now_s, OBSERVE_S)
         self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
-        turn.chores += [self._settle_claims, self._tidy_log]
-
-    async def _settle_claims(self) -> None:
-        if not self.outage.on:
-            self.clients.forget_old_ends(self.clock())
-            with self._tried_again_later():
-                await self.store.settle_claims()
-
-    async def _tidy_log(self) -> None:
-        """Fold what is due also where no report comes, so that no log holds outputs for long."""
-        if self.outage.on:
-            return
-        batch = self.store.batch()
-        with self._tried_again_later():
-            await batch.execute()
-        await self._unfoldable(batch.unfoldable, self.clock())
-
-    def _follow_clock_soon(self, turn: Turn) -> None:
-        self.timers.at(turn.now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)
-        turn.chores.append(self._follow_clock)
-
-    async def _follow_clock(self) -> None:
-        if not self.outage.on:
-            with self._tried_again_later():
-                self.store.clock.follow(await self.store.measure_clock())
-
-    def _save_priors_soon(self, turn: Turn) -> None:
-        self.timers.at(turn.now_s + self.settings.priors_save_s, self._save_priors_soon)
-        turn.chores.append(self._save_priors)
-        if self.probes.unsaved:
-            turn.chores.append(self._save_probes)
-
-    async def _save_priors(self) -> None:
-        if live := len(self.clients.live):
-            self._mean_request_s = self.core.totals().backlog_s / live
-        learnt = self.core.priors.to_dict()
-        if self._mean_request_s is not None:
-            learnt[MEAN_REQUEST_S] = self._mean_request_s
-        blob = json.dumps(learnt, separators=(",", ":"))
-        if blob == self._saved_priors and not self.outage.on:
-            return  # in an outage it is written all the same, which shows whether the outage is over
-        with self._tried_again_later():
-            await self.store.save_priors(blob.encode())
-            self._saved_priors = blob
-            self.outage.wrote()
-
-    async def _save_probes(self) -> None:
-        if self.outage.on:
-            return  # the priors show whether it is over
-        with self._tried_again_later():
-            await self.store.save_probes(self.probes.to_blob())
-            self.probes.unsaved = False
-
-    @contextlib.contextmanager
-    def _tried_again_later(self) -> Iterator[None]:
-        """Run a chore that comes again in its next interval if the record cannot be reached."""
-        try:
-            yield
-        except Fenced:
-            self.put(LeadInDoubt())
-        except StoreUnavailable as error:
-            self.outage.began(error)
+        self._chores.each_second(turn)
 
     # Act.
 
@@ -473,19 +420,19 @@ class Loop:
         refused = turn.refused
         for transition, status in zip(transitions, statuses, strict=True):
             if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
-                self._recorded(transition, turn.now_s)
+                self._working_copy.recorded(transition, turn.now_s)
             elif transition.request_id not in refused:
                 refused.add(transition.request_id)
                 kind = type(transition).__name__.lower()
-                await self._refused(transition.request_id, kind, status, turn.now_s)
+                await self._repair.refused(transition.request_id, kind, status, turn.now_s)
         unfoldable = {request_id: status for request_id, status in lost.items() if request_id not in refused}
-        await self._unfoldable(unfoldable, turn.now_s)
+        await self._repair.unfoldable(unfoldable, turn.now_s)
         refused.update(unfoldable)
         if not refused:
             return
         for transition in turn.transitions:
             if isinstance(transition, Finish) and transition.request_id in refused:
-                self._next_events.append(
+                self._repair.events.append(
                     EndRequested(transition.request_id, transition.end, transition.detail)
                 )
         turn.transitions = [one for one in turn.transitions if one.request_id not in refused]
@@ -531,83 +478,12 @@ class Loop:
         """
         began_s = time.perf_counter()
         batch, answers = self._batch_of(commands)
-        await until_answered(self.outage, batch.execute, fenced=self.confirm_lead)
+        await until_answered(self.outage, batch.execute, fenced=self._repair.confirm_lead)
         if self.outage.stuck:
             self.roster.excuse(self.clock())
         self.outage.wrote()
         metrics.COMMIT.observe(time.perf_counter() - began_s)
         return [status for answer in answers for status in answer.result()], batch.unfoldable
-
-    async def confirm_lead(self) -> None:
-        """Confirm the lead after `Fenced`. If the lease only ran out and no other process has led since, it
-        is renewed under the same epoch. If the record lost something, it gets back what this leader holds.
-        Raises Fenced when another process leads.
-        """
-        await until_answered(self.outage, self._renew_or_reclaim)
-
-    async def _renew_or_reclaim(self) -> None:
-        """Confirm the lead; see `confirm_lead`. Raises Fenced, StoreUnavailable."""
-        while True:
-            try:
-                if not await self.store.renew_leadership():
-                    raise Fenced("another leader is or was in force")
-                return
-            except RecordBehind as error:
-                log.warning(
-                    "the record may have lost something: writing back what it lacks", reason=str(error)
-                )
-                try:
-                    if await self.store.reclaim_leadership(newest_sequence=self.clients.newest_sequence):
-                        await self._write_back()
-                        await self.store.reclaimed()
-                        self._saved_priors = ""
-                        self.probes.unsaved = True
-                except Fenced:
-                    continue  # lost again during the confirmation
-                except StoreUnavailable:
-                    self.store.distrust()
-                    raise
-
-    async def _write_back(self) -> None:
-        """Write back everything that this leader has committed and the record lacks. Raises StoreUnavailable,
-        Fenced.
-        """
-        live = self.clients.live
-        reached = await self.store.reached(list(live))
-        behind = [
-            copy
-            for copy, found in zip(list(live.values()), reached, strict=True)
-            if found is None or found[0] < copy.lease_epoch or found[1] < len(copy.committed)
-        ]
-        for start in range(0, len(behind), WRITE_BACK_TOGETHER):
-            batch = self.store.batch()
-            restored = [copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]]
-            batch.restore(restored)
-            await batch.execute()
-            await self.store.claim_again(restored)
-        for ended in self.clients.recent_ends:
-            batch = self.store.batch()
-            restored = [ended.live.to_record()]
-            batch.restore(restored)
-            batch.commit([ended.commit])
-            await batch.execute()
-            await self.store.claim_again(restored)
-        self.clients.ends_are_written_back(self.clock())
-        known = {*live, *self.clients.doubtful}
-        unknown = [request_id for request_id in await self.store.unfinished_ids() if request_id not in known]
-        for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
-            # For this leader and its clients these requests ended long ago; the record has lost which end it
-            # was.
-            batch = self.store.batch()
-            batch.finish(
-                [
-                    Finish(request_id, End.ERROR, FORGOTTEN_DETAIL, standing_at_arrival(0), ())
-                    for request_id in unknown[start : start + WRITE_BACK_TOGETHER]
-                ]
-            )
-            await batch.execute()
-        metrics.WRITTEN_BACK.labels("leader").inc(len(behind))
-        log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
 
     def _batch_of(
         self, commands: Sequence[Transition]
@@ -621,109 +497,6 @@ class Loop:
             Lease: batch.lease,
         }
         return batch, [queue[kind](list(run)) for kind, run in itertools.groupby(commands, type)]
-
-    def _recorded(self, command: Transition, now_s: float) -> None:
-        live = self.clients.live.get(command.request_id)
-        if live is None:
-            return
-        match command:
-            case Commit():
-                if command.standing.rounds >= live.standing.rounds:
-                    live.standing = command.standing
-                live.append(command.position, command.tokens, now_s)
-                if command.end is not None:
-                    self._ended(live, command, now_s)
-                else:
-                    self.clients.mark_dirty(live)
-            case Finish():
-                live.standing = command.standing
-                self._ended(live, _as_commit(command, live), now_s)
-            case Lease():
-                live.lease(command.lease_epoch, command.worker_id, now_s)
-            case Release():
-                live.lease(live.lease_epoch, None, now_s)
-                if command.deaths > live.deaths:
-                    metrics.observe_death(command.deaths)
-                live.deaths, live.death_round = command.deaths, command.death_round
-
-    def _ended(self, live: Live, commit: Commit, now_s: float) -> None:
-        """Release a request whose end is on the record: only what must still be delivered is kept."""
-        session = self.roster.session(live.worker_id) if live.worker_id is not None else None
-        if session is not None:
-            session.known.pop(live.request_id, None)
-        self.clients.ended(live, commit, now_s)
-
-    async def _unfoldable(self, lost: Mapping[str, TransitionStatus], now_s: float) -> None:
-        """Write back requests that the record was found to have lost."""
-        for request_id, status in lost.items():
-            if request_id in self.clients.live:
-                await self._refused(request_id, "fold", status, now_s)
-
-    async def _refused(self, request_id: str, kind: str, status: TransitionStatus, now_s: float) -> None:
-        """Correct the core's wrong state of a request: the core drops the request, and receives the state on
-        the record.
-        """
-        metrics.REFUSED.labels(kind, status.name.lower()).inc()
-        log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
-        self._next_events.append(Refused(request_id, gone=status is TransitionStatus.GONE))
-        live = self.clients.live.get(request_id)
-        if live is None:
-            return
-        stored = await self._read(request_id)
-        live.read_again(stored, now_s)
-        if stored is not None:
-            if stored.end is not None:
-                self._ended(live, _as_ended(stored), now_s)
-                return
-            self.clients.mark_dirty(live)
-        if stored is None or len(stored.committed_ids) < len(live.committed):
-            # No other process could have ended it or removed tokens: the record has lost them.
-            if await self._restore(live.to_record()):
-                metrics.WRITTEN_BACK.labels("leader").inc()
-            else:
-                self._next_events += [
-                    recovered(live),
-                    EndRequested(request_id, End.ERROR, MISMATCH_DETAIL),
-                ]
-                return
-        self._next_events.append(recovered(live))
-
-    async def _restore(self, stored: StoredRequest) -> bool:
-        """Write one request back, however long the record is away. Return False if the record holds other
-        outputs.
-        """
-
-        async def write() -> TransitionStatus:
-            batch = self.store.batch()
-            answer = batch.restore([stored])
-            await batch.execute()
-            return answer.result()[0]
-
-        status = await until_answered(self.outage, write, fenced=self.confirm_lead)
-        self.outage.wrote()
-        return status in (TransitionStatus.OK, TransitionStatus.ALREADY)
-
-    async def _continue_after(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
-        """Continue a request after the outputs that a client has seen, if they are more than the record has:
-        they are kept, and the next worker generates after them.
-        """
-        if live.end is not None or len(shown) > live.facts.max_tokens or max(shown) > MAX_TOKEN_ID:
-            return
-        if shown[: len(live.committed)] != tuple(live.committed):
-            # Nothing to gain; the stream continues once this request is past the outputs that the client has
-            # seen.
-            return
-        further = replace(
-            live.to_record(), committed_ids=shown, lease_epoch=live.lease_epoch + 1, worker_id=None
-        )
-        if await self._restore(further):
-            live.append(0, shown, turn.now_s)
-            live.lease(further.lease_epoch, None, turn.now_s)
-            self.clients.mark_dirty(live)
-            turn.events.append(recovered(live))
-
-    async def _read(self, request_id: str) -> StoredRequest | None:
-        return await until_answered(self.outage, lambda: self.store.read(request_id))
 
     def _specify(self, session: WorkerSession, live: Live, lease_epoch: int, now_s: float) -> None:
         leased = live.leased(lease_epoch, now_s=now_s, incarnation=self.store.incarnation or "")
@@ -758,33 +531,3 @@ def _without_known(commit: Commit, live: Live) -> Commit:
     """Return a commit without the tokens that are on the record or being written."""
     known = live.taken - commit.position
     return replace(commit, position=live.taken, tokens=commit.tokens[known:]) if known > 0 else commit
-
-
-def _as_commit(finish: Finish, live: Live) -> Commit:
-    """Return the same end as a commit without tokens."""
-    return Commit(
-        request_id=finish.request_id,
-        lease_epoch=live.lease_epoch,
-        position=len(live.committed),
-        tokens=(),
-        standing=finish.standing,
-        end=finish.end,
-        cut_characters=0,
-        detail=finish.detail,
-        story=finish.story,
-    )
-
-
-def _as_ended(stored: StoredRequest) -> Commit:
-    """Return the end that the record has, as the commit that brought it."""
-    return Commit(
-        request_id=stored.request_id,
-        lease_epoch=stored.lease_epoch,
-        position=len(stored.committed_ids),
-        tokens=(),
-        standing=stored.standing,
-        end=stored.end,
-        cut_characters=stored.cut_characters,
-        detail=stored.detail,
-        story=stored.story,
-    )

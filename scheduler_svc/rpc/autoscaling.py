@@ -23,8 +23,8 @@ from typing import Any
 from laps_sd.errors import InvalidArgument, Unavailable
 from laps_sd.keda import externalscaler_pb2 as pb
 from laps_sd.keda import externalscaler_pb2_grpc
+from scheduler_svc.leader.chores import MEAN_REQUEST_S
 from scheduler_svc.leader.leadership import Leadership
-from scheduler_svc.leader.loop import MEAN_REQUEST_S
 from scheduler_svc.store.errors import StoreUnavailable
 
 __all__ = ["ExternalScaler"]

@@ -13,7 +13,7 @@ import pytest
 from laps_sd.keda import externalscaler_pb2 as pb
 from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.service.metrics import value
-from scheduler_svc.leader.loop import MEAN_REQUEST_S
+from scheduler_svc.leader.chores import MEAN_REQUEST_S
 from tests.helpers import wait_until_async
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker
