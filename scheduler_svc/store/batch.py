@@ -25,8 +25,8 @@ from scheduler_svc.store.errors import Fenced
 from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.log import number_of, pack_entry, pack_row
 from scheduler_svc.store.records import LeaderEpoch, NewRequest, StoredRequest, TransitionStatus
-from scheduler_svc.store.scripts import MAX_ENTRIES, Script
-from scheduler_svc.store.tails import Plan, Tails
+from scheduler_svc.store.scripts import MAX_ENTRIES, MAX_PROMPTS, Script
+from scheduler_svc.store.tails import Logged, Plan, Tails
 
 
 class Writer(Protocol):
@@ -77,8 +77,6 @@ they bound the log, and the time to read it.
 """
 FOLD_TOGETHER = 256
 """Most requests that one batch folds because of their age."""
-_RESTORE_CHUNK = 32
-"""Requests in one restore call; they carry their prompts."""
 _STATUS = {status.value: status for status in TransitionStatus}
 _TAKEN = (TransitionStatus.OK, TransitionStatus.ALREADY)
 
@@ -319,7 +317,9 @@ class _Encoder:
         return self._encoded
 
     def commit(self, work: _Work) -> None:
-        """Plan progress as rows of the log; ends, and what this copy does not expect, as script calls."""
+        """Plan progress as rows of the log; ends, with the tokens that only the log holds, and what this copy
+        does not expect, as script calls.
+        """
         others: list[int] = []
         for index, commit in enumerate(work.entries):
             sequence = self._plan.continues(commit)
@@ -339,7 +339,10 @@ class _Encoder:
                 pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
             )
             self._logged.append((work, index))
-        self._fold(work.entries[index].request_id for index in others)
+        tails = self._tails_of_ends([work.entries[index] for index in others])
+        self._fold(
+            request_id for index in others if (request_id := work.entries[index].request_id) not in tails
+        )
         for index in others:
             if work.entries[index].end is not None:
                 self._plan.end(work.entries[index].request_id)
@@ -349,12 +352,17 @@ class _Encoder:
             arguments: list[Argument] = [self._leadership, self._now_ms, self._store.finished_ttl_ms]
             for index in some:
                 commit = work.entries[index]
-                request_id, tokens = commit.request_id, commit.tokens
+                request_id, tokens, position = commit.request_id, commit.tokens, commit.position
+                logged, first_ms = 0, self._now_ms if position == 0 and tokens else None
+                if (tail := tails.get(request_id)) is not None:
+                    logged = len(tail.tokens)
+                    position, tokens = tail.position, [*tail.tokens, *tokens]
+                    first_ms = first_ms if tail.first_ms is None else tail.first_ms
                 keys += (names.request(request_id), names.tokens(request_id))
                 arguments += (
                     request_id,
                     commit.lease_epoch,
-                    commit.position,
+                    position,
                     len(tokens),
                     pack_ids(tokens),
                     *_standing(request_id, commit.standing),
@@ -368,8 +376,22 @@ class _Encoder:
                         commit.cut_characters,
                         commit.detail,
                         story_json(commit.story),
+                        logged,
+                        "" if first_ms is None else first_ms,
                     )
             self._send(scripts.COMMIT, keys, arguments, work, some)
+
+    def _tails_of_ends(self, commits: Sequence[Commit]) -> dict[str, Logged]:
+        """Return what only the log holds of the requests that end, where the end follows it and nothing else
+        does.
+        """
+        progressed = {commit.request_id for commit in commits if commit.end is None}
+        tails = {}
+        for commit in commits:
+            tail = None if commit.request_id in progressed else self._plan.tail_of(commit.request_id)
+            if tail is not None and tail.position + len(tail.tokens) == commit.position:
+                tails[commit.request_id] = tail
+        return tails
 
     def finish(self, work: _Work) -> None:
         """Plan ends, each with the tokens that only the log holds."""
@@ -381,7 +403,7 @@ class _Encoder:
                 finish = work.entries[index]
                 request_id = finish.request_id
                 tail = self._plan.tail_of(request_id)
-                position, tokens = tail[:2] if tail is not None else (0, [])
+                position, tokens = (tail.position, tail.tokens) if tail is not None else (0, [])
                 keys += (names.request(request_id), names.tokens(request_id))
                 keys += (names.payload(request_id), expires_with[request_id])
                 arguments += (request_id, finish.end.value, finish.detail, story_json(finish.story))
@@ -410,7 +432,7 @@ class _Encoder:
         """Plan requests that are written back; rows of the log that they repeat do not count any more."""
         self._fold(request.request_id for request in work.entries)
         names = self._store.keys
-        for some in _chunks(range(len(work.entries)), _RESTORE_CHUNK):
+        for some in _chunks(range(len(work.entries)), MAX_PROMPTS):
             keys = [*self._store.queue_keys, names.sequence()]
             arguments: list[Argument] = [self._leadership, SHARD_TTL_S * 1000]
             for index in some:

@@ -4,6 +4,7 @@ JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -84,9 +85,11 @@ def reserved_tokens(request: NewRequest) -> int:
 
 
 def submission_fields(request: NewRequest) -> list[Argument]:
-    """Return field, value, … of everything that never changes, without the payload and the fields that the
-    record issues.
-    """
+    """Return field, value, … of everything that the client chooses, without the payload."""
+    return [*_fixed_fields(request), *itertools.chain(*_optional_fields(request))]
+
+
+def _fixed_fields(request: NewRequest) -> list[Argument]:
     return [
         *("tenant", request.tenant),
         *("model", request.model),
@@ -95,31 +98,36 @@ def submission_fields(request: NewRequest) -> list[Argument]:
         *("arrival_unix_ms", request.arrival_unix_ms),
         *("prompt_tokens", len(request.prompt_ids)),
         *("max_tokens", request.max_tokens),
-        *("expected_output_tokens", _optional(request.expected_output_tokens)),
-        *("deadline_unix_ms", _optional(request.deadline_unix_ms)),
-        *("time_limit_ms", _optional(request.time_limit_ms)),
         *("keep", int(request.keep)),
         *("grace_ms", request.grace_ms),
-        *("idempotency_key", request.idempotency_key),
         *("body_hash", request.body_hash),
         *("seed", request.seed),
     ]
 
 
-def new_fields(shown: Shown) -> tuple[Argument, ...]:
-    """Return the fields for the progress of a request at its arrival; its state, score and sequence come from
-    the script.
+def _optional_fields(request: NewRequest) -> list[tuple[str, Argument]]:
+    """Return field and value of what a client may leave out; then the value is empty."""
+    return [
+        ("expected_output_tokens", _optional(request.expected_output_tokens)),
+        ("deadline_unix_ms", _optional(request.deadline_unix_ms)),
+        ("time_limit_ms", _optional(request.time_limit_ms)),
+        ("idempotency_key", request.idempotency_key),
+    ]
 
-    These are the first fields of the hash, the busiest first: a small hash is one packed list, read from its
+
+def new_fields(request: NewRequest, shown: Shown) -> list[Argument]:
+    """Return field, value, … of a request at its arrival; its state, score and sequence come from the script.
+    What the client left out has no field: each costs time, at the arrival and in every search of the hash.
+
+    The fields that change come first, the busiest first: a small hash is one packed list, read from its
     beginning.
     """
-    return (
+    return [
         *("lease_epoch", shown.lease_epoch),
         *("committed", len(shown.token_ids)),
         *("level", 0),
         *("rounds", 0),
         *("attained_s", "0.0"),
-        *("end", ""),
         *("drafts", 0),
         *("drafted", 0),
         *("accepted", 0),
@@ -127,7 +135,9 @@ def new_fields(shown: Shown) -> tuple[Argument, ...]:
         *("worker", ""),
         *("leased_to", ""),
         *("released_epoch", shown.lease_epoch),
-    )
+        *_fixed_fields(request),
+        *itertools.chain(*(pair for pair in _optional_fields(request) if pair[1] != "")),
+    ]
 
 
 def progress_fields(request: StoredRequest) -> list[Argument]:
@@ -170,7 +180,7 @@ def stored_request(
     committed_ids = unpack_ids(tokens)[: int(fields[b"committed"])]
     if len(committed_ids) < int(fields[b"committed"]):
         return None
-    end = End(fields[b"end"].decode()) if fields[b"end"] else None
+    end = End(fields[b"end"].decode()) if fields.get(b"end") else None
     return StoredRequest(
         request_id=request_id,
         tenant=fields[b"tenant"].decode(),
@@ -180,12 +190,12 @@ def stored_request(
         arrival_unix_ms=int(fields[b"arrival_unix_ms"]),
         prompt_ids=unpack_ids(payload.get(b"prompt")),
         max_tokens=int(fields[b"max_tokens"]),
-        expected_output_tokens=_optional_int(fields[b"expected_output_tokens"]),
-        deadline_unix_ms=_optional_int(fields[b"deadline_unix_ms"]),
-        time_limit_ms=_optional_int(fields[b"time_limit_ms"]),
+        expected_output_tokens=_optional_int(fields.get(b"expected_output_tokens")),
+        deadline_unix_ms=_optional_int(fields.get(b"deadline_unix_ms")),
+        time_limit_ms=_optional_int(fields.get(b"time_limit_ms")),
         keep=fields[b"keep"] == b"1",
         grace_ms=int(fields[b"grace_ms"]),
-        idempotency_key=fields[b"idempotency_key"].decode(),
+        idempotency_key=fields.get(b"idempotency_key", b"").decode(),
         body_hash=fields[b"body_hash"].decode(),
         seed=int(fields[b"seed"]),
         submission=payload.get(b"submission", b""),
@@ -209,8 +219,8 @@ def stored_request(
         cut_characters=int(fields.get(b"cut_characters", b"0")),
         detail=fields.get(b"detail", b"").decode(),
         story=_story(payload.get(b"story")) if end is not None else (),
-        ended_unix_ms=_optional_int(fields.get(b"ended_unix_ms", b"")),
-        first_token_unix_ms=_optional_int(fields.get(b"first_token_unix_ms", b"")),
+        ended_unix_ms=_optional_int(fields.get(b"ended_unix_ms")),
+        first_token_unix_ms=_optional_int(fields.get(b"first_token_unix_ms")),
         # A request that was never released has neither, nor has one of an earlier version of the software.
         deaths=int(fields.get(b"deaths", b"0")),
         death_round=int(fields.get(b"death_round", b"0")),
@@ -221,5 +231,5 @@ def _optional(value: int | None) -> Argument:
     return "" if value is None else value
 
 
-def _optional_int(field: bytes) -> int | None:
+def _optional_int(field: bytes | None) -> int | None:
     return int(field) if field else None

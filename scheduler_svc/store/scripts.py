@@ -8,6 +8,8 @@ from importlib import resources
 
 MAX_ENTRIES = 256
 """Entries that one call handles: more would keep the server from others for too long."""
+MAX_PROMPTS = 32
+"""Those of a call that brings the prompts of requests."""
 
 
 @dataclass(frozen=True, slots=True)

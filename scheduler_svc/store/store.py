@@ -1,7 +1,7 @@
 """The record of one shard: the state that the scheduler must not lose, in Redis or Valkey.
 
 Each request has keys of its own. What rounds add to it goes into the shard's log first, one entry a turn
-(`log.py`), and from there into its own keys, seconds later and before it ends (`batch.py`).
+(`log.py`), and from there into its own keys, seconds later or with its end (`batch.py`).
 
 The scheduler decides, the scripts in `lua/` carry out. Each transition compares the state on which it was
 decided with the record, so a decision that is out of date changes nothing, and one that is sent twice changes
@@ -25,7 +25,7 @@ from scheduler_svc.store import scripts
 from scheduler_svc.store.batch import Batch, Call
 from scheduler_svc.store.claims import Claims
 from scheduler_svc.store.clock import RecordClock
-from scheduler_svc.store.codec import Argument, new_fields, pack_ids, reserved_tokens, submission_fields
+from scheduler_svc.store.codec import Argument, new_fields, pack_ids, reserved_tokens
 from scheduler_svc.store.errors import RecordBehind, StoreUnavailable
 from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.leadership import LeadershipLease
@@ -293,8 +293,8 @@ class Store:
         which answers ACCEPTED for those that are there), ValueError for token ids or request ids that cannot
         be stored.
         """
-        calls = [
-            self._submit_call(request, shown.get(request.request_id, _NOT_SHOWN)) for request in requests
+        entries = [
+            self._submit_entry(request, shown.get(request.request_id, _NOT_SHOWN)) for request in requests
         ]
         decides = await self.claims.claim(requests)
         # A request that was accepted once stays accepted, even if another shard has taken its key since.
@@ -302,9 +302,8 @@ class Store:
             request.request_id in shown or owner == self.keys.shard
             for request, owner in zip(requests, decides, strict=True)
         ]
-        replies = iter(
-            await self.run([call for call, mine in zip(calls, own, strict=True) if mine], leading=True)
-        )
+        calls = self._submit_calls([entry for entry, mine in zip(entries, own, strict=True) if mine])
+        replies = iter([one for reply in await self.run(calls, leading=True) for one in reply])
         results = []
         refused: list[tuple[str, str]] = []
         for request, mine, owner in zip(requests, own, decides, strict=True):
@@ -399,35 +398,52 @@ class Store:
         )
         await self.run([call], leading=True)
 
-    def _submit_call(self, request: NewRequest, shown: Shown) -> Call:
-        if not request.request_id or request.request_id.split() != [request.request_id]:
-            raise ValueError(f"request id {request.request_id!r}: it must not be empty nor hold white space")
-        keys = [
-            *self.queue_keys,
-            self.keys.sequence(),
-            self.keys.request(request.request_id),
-            self.keys.payload(request.request_id),
-            self.keys.tokens(request.request_id),
-            self.claims.key_of(request),
-        ]
+    def _submit_calls(self, entries: Sequence[tuple[list[str], list[Argument]]]) -> list[Call]:
+        keys = [*self.queue_keys, self.keys.sequence()]
         arguments: list[Argument] = [
             self._lease.leadership,
-            request.request_id,
-            request.tenant,
-            request.body_hash,
-            reserved_tokens(request),
             _limit(self._limits.max_requests),
             _limit(self._limits.max_tokens),
             _limit(self._limits.max_requests_per_tenant),
             _SHARD_TTL_MS,
+        ]
+        calls = []
+        for start in range(0, len(entries), scripts.MAX_PROMPTS):
+            some = entries[start : start + scripts.MAX_PROMPTS]
+            calls.append(
+                Call(
+                    scripts.SUBMIT,
+                    keys + [key for its_keys, _ in some for key in its_keys],
+                    arguments + [one for _, its_arguments in some for one in its_arguments],
+                )
+            )
+        return calls
+
+    def _submit_entry(self, request: NewRequest, shown: Shown) -> tuple[list[str], list[Argument]]:
+        """Return the keys and arguments of one entry. Raises ValueError."""
+        request_id = request.request_id
+        if not request_id or request_id.split() != [request_id]:
+            raise ValueError(f"request id {request_id!r}: it must not be empty nor hold white space")
+        keys = [
+            self.keys.request(request_id),
+            self.keys.payload(request_id),
+            self.keys.tokens(request_id),
+            self.claims.key_of(request),
+        ]
+        fields = new_fields(request, shown)
+        arguments: list[Argument] = [
+            request_id,
+            request.tenant,
+            request.body_hash,
+            reserved_tokens(request),
             pack_ids(request.prompt_ids),
             request.submission,
             request.length_features,
             pack_ids(shown.token_ids),
-            *new_fields(shown),
-            *submission_fields(request),
+            len(fields),
+            *fields,
         ]
-        return Call(scripts.SUBMIT, keys, arguments)
+        return keys, arguments
 
     # reading
 

@@ -57,6 +57,18 @@ class _Planned:
     """Whether the batch has a row of it that its own keys do not hold."""
 
 
+class Logged(NamedTuple):
+    """Progress of a request that only the log holds."""
+
+    position: int
+    """Tokens that its own keys hold."""
+    tokens: list[int]
+    """Tokens after these."""
+    standing: Standing
+    first_ms: int | None
+    """Unix milliseconds of the first token, if only the log has it."""
+
+
 class Unfolded(NamedTuple):
     """Where the oldest row of a request is that its own keys do not hold."""
 
@@ -256,16 +268,14 @@ class Plan:
         planned.standing = commit.standing
         planned.logged = True
 
-    def tail_of(self, request_id: str) -> tuple[int, list[int], Standing, int | None] | None:
-        """Return the position and the tokens that only the log holds, the progress, and when its first token
-        came if only the log has it; None where its own keys hold everything.
-        """
+    def tail_of(self, request_id: str) -> Logged | None:
+        """Return what only the log holds of a request; None where its own keys hold everything."""
         planned = self.of(request_id)
         if planned is None or not (planned.logged or request_id in self._tails.unfolded):
             return None
         tail = planned.tail
         tokens = [*tail.tokens, *planned.tokens][planned.folded - tail.folded :]
-        return planned.folded, tokens, planned.standing, planned.first_ms
+        return Logged(planned.folded, tokens, planned.standing, planned.first_ms)
 
     def fold(self, request_id: str) -> None:
         """Plan that its own keys hold everything."""

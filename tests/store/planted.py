@@ -43,7 +43,13 @@ MISTAKES = (
     ),
     Mistake("an append over a rival's", "lua/append.lua", "entry[2][2] == progress and ALREADY", "ALREADY"),
     Mistake("a missing entry counts as written", "lua/append.lua", "or 'behind'}", "or ALREADY}"),
-    Mistake("no entry ever goes", "lua/append.lua", "'MINID', folded)", "'MINID', 0)"),
+    Mistake("no entry ever goes", "lua/append.lua", "'MINID', folded, id", "'MINID', 0, id"),
+    Mistake(
+        "an append after another entry than its own",
+        "lua/append.lua",
+        "#rest ~= 1 or rest[1][1] ~= after",
+        "#rest == 0",
+    ),
     Mistake("the log lives for ever", "lua/append.lua", "redis.call('PEXPIRE', KEYS[2], shard_ttl_ms)", ""),
     Mistake(
         "a fold over a gap",
@@ -91,7 +97,116 @@ MISTAKES = (
     Mistake(
         "an end before its tail",
         "batch.py",
-        "        self._fold(work.entries[index].request_id for index in others)\n",
+        "                    position, tokens = tail.position, [*tail.tokens, *tokens]\n",
+        "                    pass\n",
+    ),
+    Mistake(
+        "an end whose tail is folded in the same batch",
+        "batch.py",
+        "None if commit.request_id in progressed else",
+        "",
+    ),
+    Mistake(
+        "an end after other tokens than those of its tail",
+        "batch.py",
+        "if tail is not None and tail.position + len(tail.tokens) == commit.position:",
+        "if tail is not None:",
+    ),
+    Mistake(
+        "an end forgets when the first token came",
+        "batch.py",
+        "first_ms if tail.first_ms is None else tail.first_ms",
+        "first_ms",
+    ),
+    Mistake(
+        "an end repeats what was folded",
+        "lua/commit.lua",
+        "known > 0 and string.sub(tokens, known * 4 + 1) or tokens",
+        "tokens",
+    ),
+    Mistake(
+        "an end over other tokens",
+        "lua/commit.lua",
+        "redis.call('GETRANGE', tokens_key, position * 4, committed * 4 - 1) == string.sub(tokens, 1, known * 4)",
+        "true",
+    ),
+    Mistake(
+        "an end after a gap", "lua/commit.lua", "local follows = known == 0", "local follows = known <= 0"
+    ),
+    Mistake(
+        "an end over more than was reported",
+        "lua/commit.lua",
+        "known <= tonumber(ARGV[a + 17])",
+        "known <= tonumber(count)",
+    ),
+    Mistake(
+        "an end under any lease",
+        "lua/commit.lua",
+        "if record_epoch ~= lease_epoch or not follows",
+        "if not follows",
+    ),
+    Mistake(
+        "a refused end takes the ends after it along",
+        "lua/commit.lua",
+        "    answers[#answers + 1] = commit(k, a)\n",
+        "    answers[#answers + 1] = (answers[#answers] or OK) > ALREADY and STALE or commit(k, a)\n",
+    ),
+    Mistake(
+        "the ends of a call are torn",
+        "lua/commit.lua",
+        "    answers[#answers + 1] = commit(k, a)\n",
+        "    answers[#answers + 1] = #answers < 1 and commit(k, a) or OK\n",
+    ),
+    Mistake(
+        "an end leaves its reservation", "lua/_common.lua", "    leave_queue(id, tenant, reserved)\n", ""
+    ),
+    Mistake(
+        "arrivals of a call do not see each other",
+        "lua/submit.lua",
+        "requests, reserved, added, of_tenant[tenant] = requests + 1, reserved + tokens, added + tokens, of_tenant[tenant] + 1",
+        "added = added + tokens",
+    ),
+    Mistake(
+        "only the first arrival of a call joins the queue",
+        "lua/submit.lua",
+        "unpack(joined))",
+        "joined[1], joined[2])",
+    ),
+    Mistake(
+        "a call counts once for each tenant",
+        "lua/submit.lua",
+        "(added_of[tenant] or 0) + 1",
+        "1",
+    ),
+    Mistake(
+        "a call reserves the tokens of its last arrival",
+        "lua/submit.lua",
+        "added + tokens",
+        "tokens",
+    ),
+    Mistake(
+        "an idempotency key twice in a call",
+        "lua/submit.lua",
+        "local entry = idempotency ~= request and",
+        "local entry = #joined == 0 and idempotency ~= request and",
+    ),
+    Mistake(
+        "an arrival that is repeated is another one",
+        "lua/submit.lua",
+        "if known[1] then",
+        "if false then",
+    ),
+    Mistake(
+        "a refused arrival stops those after it",
+        "lua/submit.lua",
+        "    answers[#answers + 1] = submit(k, a)\n",
+        "    local refused = answers[#answers] and answers[#answers][3] == 0\n"
+        "    answers[#answers + 1] = refused and {'queue_full', ARGV[a], 0} or submit(k, a)\n",
+    ),
+    Mistake(
+        "an old leader submits",
+        "lua/submit.lua",
+        "if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end",
         "",
     ),
     Mistake(
@@ -100,7 +215,12 @@ MISTAKES = (
         "        self._fold(request.request_id for request in work.entries)\n",
         "",
     ),
-    Mistake("a finish without its tail", "batch.py", "tail[:2] if tail is not None", "tail[:2] if False"),
+    Mistake(
+        "a finish without its tail",
+        "batch.py",
+        "(tail.position, tail.tokens) if tail is not None",
+        "(0, []) if True",
+    ),
     Mistake(
         "entries go before they are folded",
         "tails.py",

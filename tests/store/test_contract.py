@@ -201,6 +201,43 @@ class TestSubmit:
 
         assert [result.status.value for result in results] == ["accepted", "tenant_full", "accepted"]
 
+    async def test_of_one_call_see_those_before_them(self, store: Store) -> None:
+        results = await store.submit(
+            [
+                a_request("r1", idempotency_key="k", body_hash="b"),
+                a_request("r2"),
+                a_request("r3", idempotency_key="k", body_hash="b"),
+                a_request("r4", idempotency_key="k", body_hash="c"),
+                a_request("r2"),
+                a_request("r5", tenant="other"),
+            ]
+        )
+
+        assert results == [
+            SubmitResult(SubmitStatus.ACCEPTED, "r1", 1),
+            SubmitResult(SubmitStatus.ACCEPTED, "r2", 2),
+            SubmitResult(SubmitStatus.ATTACHED, "r1", 1),
+            SubmitResult(SubmitStatus.CONFLICT, "r1", 1),
+            SubmitResult(SubmitStatus.ACCEPTED, "r2", 2),
+            SubmitResult(SubmitStatus.ACCEPTED, "r5", 3),
+        ]
+        assert [request.request_id for request in await unfinished(store)] == ["r1", "r2", "r5"]
+
+    async def test_of_one_call_are_counted_one_by_one(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        """More of them than one call of the script takes."""
+        await accept(store, a_request("r0"))
+        await accept(store, *(a_request(f"r{n}", tenant=f"t{n % 3}") for n in range(1, 71)))
+        await store.submit([a_request(f"r{n}", tenant=f"t{n % 3}") for n in range(1, 71)])
+
+        found = await client.hgetall(store.keys.tenants())
+        assert found == {b"acme": b"1", b"t0": b"23", b"t1": b"24", b"t2": b"23"}
+        assert await client.get(store.keys.reserved()) == str(71 * 13).encode()
+        assert [request.sequence for request in await unfinished(store)] == list(range(1, 72))
+        await end_everything(store)
+        assert await client.exists(store.keys.tenants(), store.keys.reserved()) == 0
+
     async def test_concurrent_submits_cannot_exceed_a_limit_together(self, open_store: OpenStore) -> None:
         store = open_store(limits=Limits(max_requests=10))
         await store.acquire_leadership(owner="leader:1", lease_s=60)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Lease, Release
+from scheduler_svc.core.commands import Commit, Lease, Release
 from scheduler_svc.store.errors import Fenced, RecordBehind
 from scheduler_svc.store.log import Log, Row, pack_entry, pack_row, read_log, unpack_entry
 from scheduler_svc.store.store import Store
@@ -27,6 +28,7 @@ from tests.store.kit import (
     a_standing,
     accept,
     fold,
+    keys_of,
     lease,
     losing_answers,
     read,
@@ -322,6 +324,118 @@ class TestFolding:
 
         assert await client.hgetall(store.keys.request("r1")) == before
         assert (await read(store)).committed_ids == (11, 12, 13) * 2
+
+
+class TestEnd:
+    """The end that a report brings takes what only the log holds with it, in one call."""
+
+    async def test_brings_the_tokens_of_the_log_along(self, store: Store, client: redis_client.Redis) -> None:
+        await reported(store, "r1")
+        before = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+        assert await One(store).commit(an_end("r1", standing=a_standing(rounds=2))) is OK
+        after = (await client.info("commandstats"))["cmdstat_evalsha"]["calls"]
+
+        found = await read(store)
+        assert after - before == 1
+        assert (found.committed_ids, found.end) == ((11, 12, 13, 14), End.STOP)
+        assert (found.first_token_unix_ms, found.standing.rounds) == (NOW_S * 1000, 2)
+
+    async def test_of_a_request_without_rows_has_its_first_token_now(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        assert await One(store).commit(an_end("r1", position=0)) is OK
+
+        found = await read(store)
+        assert (found.committed_ids, found.first_token_unix_ms) == ((14,), NOW_S * 1000)
+
+    @pytest.mark.parametrize("written", [0, 1, 2, 3])
+    async def test_after_a_fold_whose_answer_was_lost_adds_what_the_keys_lack(
+        self, store: Store, client: redis_client.Redis, written: int
+    ) -> None:
+        await reported(store, "r1")
+        packed = b"".join(token.to_bytes(4, "little") for token in (11, 12, 13)[:written])
+        await client.hset(store.keys.request("r1"), "committed", written)
+        await client.set(store.keys.tokens("r1"), packed)
+        assert await One(store).commit(an_end("r1")) is OK
+
+        assert (await read(store)).committed_ids == (11, 12, 13, 14)
+
+    async def test_of_one_request_does_not_depend_on_those_of_others(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        """One whose keys hold other tokens, one whose keys hold more than was ever reported, one that has
+        lost tokens, one that is gone.
+        """
+        names = [f"r{n}" for n in range(7)]
+        await reported(store, *names)
+        await fold(store)
+        await One(store).many("commit", [a_commit(name, position=3) for name in names])
+        await client.hset(store.keys.request("r1"), "committed", "4")
+        await client.append(store.keys.tokens("r1"), (99).to_bytes(4, "little"))
+        await client.hset(store.keys.request("r2"), "committed", "7")
+        await client.hset(store.keys.request("r4"), "committed", "2")
+        await client.delete(store.keys.request("r5"))
+        answers = await One(store).many("commit", [an_end(name, position=6) for name in names])
+
+        assert answers == [OK, STALE, STALE, OK, STALE, GONE, OK]
+        for name in ("r0", "r3", "r6"):
+            found = await read(store, name)
+            assert (found.committed_ids, found.end) == ((11, 12, 13, 11, 12, 13, 14), End.STOP)
+        assert await client.zcard(store.keys.unfinished()) == 4
+        assert await client.hget(store.keys.tenants(), "acme") == b"4"
+        for name in ("r1", "r2", "r4"):
+            assert await client.hget(store.keys.request(name), "state") == b"leased"
+        await client.delete(*await keys_of(client, store.keys.prefix))
+
+    async def test_under_an_old_lease_leaves_the_log_as_it_was(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await reported(store, "r1")
+        await lease(store, worker_id="w2", lease_epoch=2)
+        assert await One(store).commit(an_end("r1")) is STALE
+        assert (await read(store)).committed_ids == (11, 12, 13)
+        assert await One(store).commit(an_end("r1", lease_epoch=2)) is OK
+
+        assert (await read(store)).committed_ids == (11, 12, 13, 14)
+
+    async def test_after_progress_in_the_same_batch_that_the_record_decides_about(self, store: Store) -> None:
+        await reported(store, "r1")
+        batch = store.batch()
+        batch.lease([Lease("r1", "w2", 2)])
+        answers = batch.commit(
+            [a_commit(lease_epoch=2, position=3, tokens=(7, 8)), an_end("r1", lease_epoch=2, position=5)]
+        )
+        await batch.execute()
+
+        assert answers.result() == [OK, OK]
+        assert (await read(store)).committed_ids == (11, 12, 13, 7, 8, 14)
+
+    async def test_whose_answer_was_lost_is_known(self, store: Store) -> None:
+        await reported(store, "r1", "r2")
+        batch = store.batch()
+        ends = batch.commit([an_end("r1"), an_end("r2")])
+        with losing_answers(store):
+            await batch.execute()
+        await batch.execute()
+
+        assert ends.result() == [ALREADY, ALREADY]
+        assert (await read(store)).committed_ids == (11, 12, 13, 14)
+        other = store.batch()
+        answer = other.commit([an_end("r1", end=End.LENGTH), an_end("r2", tokens=(15,))])
+        await other.execute()
+        assert answer.result() == [GONE, GONE]
+
+
+async def reported(store: Store, *request_ids: str) -> None:
+    """Lease requests, and report three tokens of each."""
+    await accept(store, *(a_request(request_id) for request_id in request_ids))
+    await One(store).many("lease", [Lease(request_id, "w1", 1) for request_id in request_ids])
+    await One(store).many("commit", [a_commit(request_id) for request_id in request_ids])
+
+
+def an_end(request_id: str, **changes: Any) -> Commit:
+    """Return the end after the tokens of `reported`, with one more token."""
+    return a_commit(request_id, **({"position": 3, "tokens": (14,), "end": End.STOP} | changes))
 
 
 class TestRepetition:

@@ -369,25 +369,38 @@ class Protocol(RuleBasedStateMachine):
     # -- clients ---------------------------------------------------------------------------------------------
 
     def submit(self, draw: int, key: bool, retried: bool) -> None:
+        """Submit one or two new requests in one call; with `key`, also another one under the first one's
+        idempotency key.
+        """
         scheduler = pick(self.those(leads), draw)
-        request_id = f"r{next(self.names)}"
+        first = f"r{next(self.names)}"
         # Keys are common to all shards, and each example has a shard of its own.
-        new = a_request(request_id, idempotency_key=f"{self.shard} {request_id}" if key else "")
-        results = self.write(scheduler, scheduler.store.submit([new]))
+        idempotency_key = f"{self.shard} {first}" if key else ""
+        news = [a_request(first, idempotency_key=idempotency_key)]
+        if key:
+            same_body = news[0].body_hash
+            news.append(a_request(f"{first}-again", idempotency_key=idempotency_key, body_hash=same_body))
+        if draw % 2 and len(self.expected.accepted) + 1 < REQUESTS:
+            news.append(a_request(f"r{next(self.names)}"))
+        results = self.write(scheduler, scheduler.store.submit(news))
         if results is None:
             return
         if retried:
-            results = self.write(scheduler, scheduler.store.submit([new]))
+            results = self.write(scheduler, scheduler.store.submit(news))
             assert results is not None
-        [result] = results
-        assert (result.status, result.request_id) == (SubmitStatus.ACCEPTED, request_id)
-        self.expected.accepted.append(request_id)
-        self.expected.shown[request_id] = []
-        assert scheduler.copies is not None
-        scheduler.copies[request_id] = Copy(0, None, [], 0)
-        stored = self.run(scheduler.store.read(request_id))
-        assert stored is not None
-        scheduler.facts[request_id] = stored
+        for new, result in zip(news, results, strict=True):
+            if new.request_id.endswith("-again"):
+                assert (result.status, result.request_id) == (SubmitStatus.ATTACHED, first)
+                continue
+            request_id = new.request_id
+            assert (result.status, result.request_id) == (SubmitStatus.ACCEPTED, request_id)
+            self.expected.accepted.append(request_id)
+            self.expected.shown[request_id] = []
+            assert scheduler.copies is not None
+            scheduler.copies[request_id] = Copy(0, None, [], 0)
+            stored = self.run(scheduler.store.read(request_id))
+            assert stored is not None
+            scheduler.facts[request_id] = stored
 
     def show(self, request_id: str, tokens: Sequence[int]) -> None:
         shown = self.expected.shown[request_id]

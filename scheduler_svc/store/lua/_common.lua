@@ -26,13 +26,11 @@ end
 --   [1] leader   [2] unfinished   [3] tenants   [4] reserved
 local UNFINISHED, TENANTS, RESERVED, AFTER_QUEUE = 2, 3, 4, 5
 
--- Takes the request out of the queue and gives its reservations back.
-local function leave_queue(id, request)
-    local was = redis.call('HMGET', request, 'tenant', 'prompt_tokens', 'max_tokens')
-    local tenant = was[1]
+-- Takes a request of this tenant out of the queue and gives back the tokens that it has reserved.
+local function leave_queue(id, tenant, reserved)
     redis.call('ZREM', KEYS[UNFINISHED], id)
     if redis.call('HINCRBY', KEYS[TENANTS], tenant, -1) <= 0 then redis.call('HDEL', KEYS[TENANTS], tenant) end
-    if redis.call('DECRBY', KEYS[RESERVED], was[2] + was[3]) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
+    if redis.call('DECRBY', KEYS[RESERVED], reserved) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
 end
 
 -- Whether the entry of the idempotency key is this request's. A newer request may have the key by then.
@@ -40,14 +38,21 @@ local function has_key(id, request, idempotency)
     return idempotency ~= request and string.match(redis.call('GET', idempotency) or '', '^%d+ (%S+) ') == id
 end
 
--- Ends the request for good: out of the queue, its reservations given back, its keys expiring. The caller writes
--- its standing. A deadline is the caller's, and not part of what an idempotency key stands for: a request that one ended lets
+-- Ends the request for good: out of the queue, its reservations given back, its last tokens appended, its keys expiring.
+--   k         index of its keys: request, tokens, payload, idempotency
+--   tenant, reserved   as the record has them
+--   fresh     tokens that its own keys lack
+--   ending    reason, cut_characters, detail, story
+--   progress  field, value, … of its standing
+-- A deadline is the caller's, and not part of what an idempotency key stands for: a request that one ended lets
 -- its key go, so that a retry with more time runs. A newer request may have the key by then; it keeps it.
 -- The first write frees memory: a server that refuses growth still lets a request end.
-local function end_request(id, request, tokens, payload, idempotency, ending, now_ms, ttl_ms)
-    leave_queue(id, request)
+local function end_request(id, k, tenant, reserved, fresh, ending, progress, now_ms, ttl_ms)
+    local request, tokens, payload, idempotency = KEYS[k], KEYS[k + 1], KEYS[k + 2], KEYS[k + 3]
+    leave_queue(id, tenant, reserved)
+    if fresh ~= '' then redis.call('APPEND', tokens, fresh) end
     redis.call('HSET', request, 'state', 'ended', 'worker', '', 'end', ending.reason,
-        'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms)
+        'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms, unpack(progress))
     redis.call('HSET', payload, 'story', ending.story)
     redis.call('HDEL', payload, 'length_features')
     redis.call('PEXPIRE', request, ttl_ms)

@@ -9,19 +9,22 @@
 local leadership, after, number, folded, shard_ttl_ms, progress = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 
--- The stream knows the id of its newest entry also when that has gone.
-local id, newest, entry = number .. '-0', '', false
-if redis.call('EXISTS', KEYS[2]) == 1 then
-    local info = redis.call('XINFO', 'STREAM', KEYS[2])
-    for i = 1, #info, 2 do
-        if info[i] == 'last-generated-id' then newest = info[i + 1] end
-        if info[i] == 'last-entry' then entry = info[i + 1] end
+-- Entries go from the oldest on: where `after` is there and none comes after it, it is the newest that there ever was.
+local id, rest = number .. '-0', after ~= '' and redis.call('XRANGE', KEYS[2], after, '+', 'COUNT', 2) or {}
+if #rest ~= 1 or rest[1][1] ~= after then
+    -- The stream knows the id of its newest entry also when that has gone.
+    local newest, entry = '', false
+    if redis.call('EXISTS', KEYS[2]) == 1 then
+        local info = redis.call('XINFO', 'STREAM', KEYS[2])
+        for i = 1, #info, 2 do
+            if info[i] == 'last-generated-id' then newest = info[i + 1] end
+            if info[i] == 'last-entry' then entry = info[i + 1] end
+        end
+    end
+    if newest ~= after then
+        return {newest == id and entry and entry[2][2] == progress and ALREADY or 'behind'}
     end
 end
-if newest ~= after then
-    return {newest == id and entry and entry[2][2] == progress and ALREADY or 'behind'}
-end
-if newest ~= '' then redis.call('XTRIM', KEYS[2], 'MINID', folded) end
-redis.call('XADD', KEYS[2], id, 'p', progress)
-if newest == '' then redis.call('PEXPIRE', KEYS[2], shard_ttl_ms) end
+redis.call('XADD', KEYS[2], 'MINID', folded, id, 'p', progress)
+if after == '' then redis.call('PEXPIRE', KEYS[2], shard_ttl_ms) end
 return {OK}

@@ -15,25 +15,20 @@ if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 local answers, k = {}, AFTER_QUEUE
 for a = 4, #ARGV, 15 do
     local request, reason, position = KEYS[k], ARGV[a + 1], tonumber(ARGV[a + 12])
-    local was = redis.call('HMGET', request, 'state', 'end', 'committed')
+    local was = redis.call('HMGET', request, 'state', 'end', 'committed', 'tenant', 'prompt_tokens', 'max_tokens')
     local answer = GONE
     if was[1] == 'ended' then
         if was[2] == reason then answer = ALREADY end
     elseif was[1] and tonumber(was[3]) < position then
         answer = STALE
     elseif was[1] then
-        end_request(ARGV[a], request, KEYS[k + 1], KEYS[k + 2], KEYS[k + 3], {
+        local committed, reached, fresh = tonumber(was[3]), position + ARGV[a + 13], ''
+        if committed < reached then fresh = string.sub(ARGV[a + 14], (committed - position) * 4 + 1) end
+        end_request(ARGV[a], k, was[4], was[5] + was[6], fresh, {
             reason = reason, cut_characters = '0', detail = ARGV[a + 2], story = ARGV[a + 3],
-        }, now_ms, ttl_ms)
-        redis.call('HSET', request, 'rounds', ARGV[a + 4], 'drafts', ARGV[a + 5], 'drafted', ARGV[a + 6],
-            'accepted', ARGV[a + 7], 'attained_s', ARGV[a + 8], 'preemptions', ARGV[a + 9],
-            'level', ARGV[a + 10], 'score', ARGV[a + 11])
-        local committed, reached = tonumber(was[3]), position + ARGV[a + 13]
-        if committed < reached then
-            redis.call('APPEND', KEYS[k + 1], string.sub(ARGV[a + 14], (committed - position) * 4 + 1))
-            redis.call('PEXPIRE', KEYS[k + 1], ttl_ms)
-            redis.call('HSET', request, 'committed', string.format('%d', reached))
-        end
+        }, {'committed', string.format('%d', math.max(committed, reached)), 'rounds', ARGV[a + 4], 'drafts', ARGV[a + 5],
+            'drafted', ARGV[a + 6], 'accepted', ARGV[a + 7], 'attained_s', ARGV[a + 8], 'preemptions', ARGV[a + 9],
+            'level', ARGV[a + 10], 'score', ARGV[a + 11]}, now_ms, ttl_ms)
         answer = OK
     end
     answers[#answers + 1] = answer

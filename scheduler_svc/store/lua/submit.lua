@@ -1,50 +1,63 @@
--- submit: a new request joins the queue, if the limits allow it and its idempotency key is new. One that the record has lost
--- comes again with the tokens that were shown of it, and goes on behind them.
---   KEYS[1] leader       string
---   KEYS[2] unfinished   zset    request id -> sequence
---   KEYS[3] tenants      hash    tenant -> unfinished requests
---   KEYS[4] reserved     string  tokens of all unfinished requests
+-- submit: new requests join the queue, each if the limits allow it and its idempotency key is new. One that the record has lost
+-- comes again with the tokens that were shown of it, and goes on behind them. Each entry sees those before it.
+--   KEYS[1..4] the queue (see _common)
 --   KEYS[5] sequence     string  counter
---   KEYS[6] request      hash    created here
---   KEYS[7] payload      hash    created here
---   KEYS[8] tokens       string  created here if tokens were shown
---   KEYS[9] idempotency string  "sequence request-id body-hash"; the request's key again when the client gave none
---   ARGV    leadership, id, tenant, body_hash, tokens, max_requests, max_tokens, max_requests_per_tenant (-1: no limit),
---           shard_ttl_ms, prompt, submission, length_features (empty: none), shown, then field, value, … of the request hash
---   returns {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full', id, 0}
---           | {'fenced'}; 'accepted' also when this very request is on the record already: a retry.
-local leadership, id, tenant, body_hash, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-local max_requests, max_tokens, max_per_tenant = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local shard_ttl_ms, prompt, submission, length_features, shown = ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13]
-local FIRST_FIELD = 14
-local request, payload, idempotency = KEYS[6], KEYS[7], KEYS[9]
-local is_idempotent = idempotency ~= request
-
+--   then per entry
+--     request      hash    created here
+--     payload      hash    created here
+--     tokens       string  created here if tokens were shown
+--     idempotency  string  "sequence request-id body-hash"; the request's key again when the client gave none
+--   ARGV    leadership, max_requests, max_tokens, max_requests_per_tenant (-1: no limit), shard_ttl_ms, then per entry
+--     id, tenant, body_hash, tokens (prompt tokens and max_tokens), prompt, submission, length_features (empty: none), shown,
+--     n, then n strings: field, value, … of the request hash
+--   returns per entry {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full', id, 0};
+--           or {'fenced'}; 'accepted' also when this very request is on the record already: a retry.
+local leadership, max_requests, max_tokens, max_per_tenant = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 
-local known = redis.call('HMGET', request, 'body_hash', 'sequence')
-if known[1] then return {known[1] == body_hash and 'accepted' or 'conflict', id, tonumber(known[2])} end
+local requests = redis.call('ZCARD', KEYS[UNFINISHED])
+local reserved = tonumber(redis.call('GET', KEYS[RESERVED]) or 0)
+local joined, added, of_tenant, added_of = {}, 0, {}, {}  -- what the queue gets at the end
 
-local entry = is_idempotent and redis.call('GET', idempotency)
-if entry then
-    local sequence, other, hash = string.match(entry, '^(%d+) (%S+) (.*)$')
-    return {hash == body_hash and 'attached' or 'conflict', other, tonumber(sequence)}
+local function submit(k, a)
+    local request, payload, idempotency = KEYS[k], KEYS[k + 1], KEYS[k + 3]
+    local id, tenant, body_hash, tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], tonumber(ARGV[a + 3])
+    local known = redis.call('HMGET', request, 'body_hash', 'sequence')
+    if known[1] then return {known[1] == body_hash and 'accepted' or 'conflict', id, tonumber(known[2])} end
+
+    local entry = idempotency ~= request and redis.call('GET', idempotency)
+    if entry then
+        local sequence, other, hash = string.match(entry, '^(%d+) (%S+) (.*)$')
+        return {hash == body_hash and 'attached' or 'conflict', other, tonumber(sequence)}
+    end
+
+    if max_requests >= 0 and requests >= max_requests then return {'queue_full', id, 0} end
+    if max_tokens >= 0 and reserved + tokens > max_tokens then return {'queue_full', id, 0} end
+    of_tenant[tenant] = of_tenant[tenant] or tonumber(redis.call('HGET', KEYS[TENANTS], tenant) or 0)
+    if max_per_tenant >= 0 and of_tenant[tenant] >= max_per_tenant then return {'tenant_full', id, 0} end
+
+    local sequence = redis.call('INCR', KEYS[AFTER_QUEUE])
+    if sequence == 1 then redis.call('PEXPIRE', KEYS[AFTER_QUEUE], ARGV[5]) end
+    redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, a + 9, a + 8 + ARGV[a + 8]))
+    local features = ARGV[a + 6] ~= '' and {'length_features', ARGV[a + 6]} or {}
+    redis.call('HSET', payload, 'prompt', ARGV[a + 4], 'submission', ARGV[a + 5], unpack(features))
+    if ARGV[a + 7] ~= '' then redis.call('SET', KEYS[k + 2], ARGV[a + 7]) end
+    if idempotency ~= request then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
+    requests, reserved, added, of_tenant[tenant] = requests + 1, reserved + tokens, added + tokens, of_tenant[tenant] + 1
+    added_of[tenant] = (added_of[tenant] or 0) + 1
+    joined[#joined + 1] = sequence
+    joined[#joined + 1] = id
+    return {'accepted', id, sequence}
 end
 
-if max_requests >= 0 and redis.call('ZCARD', KEYS[2]) >= max_requests then return {'queue_full', id, 0} end
-if max_tokens >= 0 and (redis.call('GET', KEYS[4]) or 0) + tokens > max_tokens then return {'queue_full', id, 0} end
-if max_per_tenant >= 0 and tonumber(redis.call('HGET', KEYS[3], tenant) or 0) >= max_per_tenant then
-    return {'tenant_full', id, 0}
+local answers, k, a = {}, AFTER_QUEUE + 1, 6
+while a <= #ARGV do
+    answers[#answers + 1] = submit(k, a)
+    k, a = k + 4, a + 9 + ARGV[a + 8]
 end
-
-local sequence = redis.call('INCR', KEYS[5])
-if sequence == 1 then redis.call('PEXPIRE', KEYS[5], shard_ttl_ms) end
-redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, FIRST_FIELD))
-redis.call('HSET', payload, 'prompt', prompt, 'submission', submission)
-if length_features ~= '' then redis.call('HSET', payload, 'length_features', length_features) end
-if shown ~= '' then redis.call('SET', KEYS[8], shown) end
-if is_idempotent then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
-redis.call('ZADD', KEYS[2], sequence, id)
-redis.call('HINCRBY', KEYS[3], tenant, 1)
-redis.call('INCRBY', KEYS[4], tokens)
-return {'accepted', id, sequence}
+if #joined > 0 then
+    redis.call('ZADD', KEYS[UNFINISHED], unpack(joined))
+    redis.call('INCRBY', KEYS[RESERVED], added)
+    for tenant, count in pairs(added_of) do redis.call('HINCRBY', KEYS[TENANTS], tenant, count) end
+end
+return answers
