@@ -1,0 +1,197 @@
+"""How long does a new leader read the record before it leads? `laps-sd bench recovery`
+
+The record of an embedded Valkey gets the unfinished requests of a dead leader: some on workers, with outputs
+in their own keys and in the log, the others waiting. A new leader takes over: it reads them, builds its
+working copy, and its core ranks them. Measured from the moment when it has the lead until the loop would run its
+first turn, in a process that runs nothing else; the record works on another core.
+
+Columns: seconds of the clock, and of CPU in the leader's process (core `compiled` or not) and in the
+record's. `--profile` prints where a further recovery spends its time.
+
+Goal: less than 5 s for 100,000 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import random
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio as redis_client
+import uvloop
+
+from bench.report import about, finish, progress, table
+from laps_sd.service.config import load
+from laps_sd.service.tracing import QUIET
+from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
+from scheduler_svc.__main__ import YOUNG_CONTAINERS
+from scheduler_svc.core import COMPILED
+from scheduler_svc.core.commands import Commit, Lease
+from scheduler_svc.leader.leadership import Leadership
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.records import NewRequest, standing_at_arrival
+from scheduler_svc.store.store import Store
+
+GOAL_S = 5.0
+GOAL_REQUESTS = 100_000
+SHARD = "main"
+SLOTS = 64
+FILL_TOGETHER = 512
+"""Requests that the dead leader writes together."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="laps-sd bench recovery", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--requests", type=int, default=GOAL_REQUESTS, help=f"unfinished requests (default {GOAL_REQUESTS})"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=50, help=f"workers with {SLOTS} of them each (default 50)"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default 64)")
+    parser.add_argument(
+        "--output-tokens", type=int, default=100, help="outputs of each request on a worker (default 100)"
+    )
+    parser.add_argument("--repetitions", type=int, default=3, help="recoveries (default 3)")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the functions that take most of the time"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def a_request(number: int, prompt_tokens: int, rng: random.Random) -> NewRequest:
+    request_id = f"{SHARD}.{number:026d}"
+    prompt_ids = tuple(rng.randrange(32_000) for _ in range(prompt_tokens))
+    sampling = SamplingParams(max_tokens=1024, temperature=1.0, top_p=1.0, seed=number)
+    specification = gateway_pb.Specification(request_id=request_id, sampling=sampling)
+    return NewRequest(
+        request_id=request_id,
+        tenant=f"tenant-{number % 20}",
+        model="model",
+        priority=0,
+        workload_class="chat",
+        arrival_unix_ms=round(time.time() * 1000),
+        prompt_ids=prompt_ids,
+        max_tokens=sampling.max_tokens,
+        expected_output_tokens=None,
+        deadline_unix_ms=None,
+        time_limit_ms=None,
+        keep=False,
+        grace_ms=30_000,
+        idempotency_key=f"key-{number}" if number % 4 == 0 else "",
+        body_hash=f"{rng.getrandbits(256):064x}",
+        seed=number,
+        submission=specification.SerializeToString(),
+        length_features=b"",
+    )
+
+
+async def fill(url: str, options: argparse.Namespace) -> None:
+    """Write the requests as a leader that dies."""
+    rng = random.Random(1)
+    store = Store.open(url, SHARD, timeout_s=60)
+    assert await store.acquire_leadership(owner="dead:1", lease_s=3600)
+    for first in range(0, options.requests, FILL_TOGETHER):
+        count = min(FILL_TOGETHER, options.requests - first)
+        await store.submit([a_request(first + at, options.prompt_tokens, rng) for at in range(count)])
+        if first % (64 * FILL_TOGETHER) == 0:
+            progress(f"filling: {first + count} of {options.requests}")
+    running = [f"{SHARD}.{number:026d}" for number in range(min(options.requests, options.workers * SLOTS))]
+    batch = store.batch()
+    batch.lease([Lease(name, f"worker-{at // SLOTS}", 1) for at, name in enumerate(running)])
+    await batch.execute()
+    half = options.output_tokens // 2
+    for position, count in ((0, half), (half, options.output_tokens - half)):
+        batch = store.batch()
+        batch.commit(
+            [
+                Commit(
+                    request_id,
+                    lease_epoch=1,
+                    position=position,
+                    tokens=tuple(rng.randrange(32_000) for _ in range(count)),
+                    standing=standing_at_arrival(at + 1),
+                    end=None,
+                    cut_characters=0,
+                    detail="",
+                    story=(),
+                )
+                for at, request_id in enumerate(running)
+            ]
+        )
+        await batch.execute()
+    await store.resign()
+    await store.close()
+
+
+async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profile | None) -> dict[str, Any]:
+    """Lead, recover, and give the lead up."""
+    settings = load(SchedulerSettings, {"redis_url": url, "shard": SHARD}, environ={})
+    store = Store.open(url, SHARD, timeout_s=60)
+    leadership = Leadership(settings, store, on_lead=lambda _: None, tracing=QUIET)
+    async with redis_client.Redis.from_url(url) as record:
+
+        async def record_cpu_s() -> float:
+            used = await record.info("cpu")
+            return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+        assert await store.acquire_leadership(owner="new:1", lease_s=3600)
+        gc.collect()
+        gc.freeze()
+        cpu_s, began_record_s, began_s = time.process_time(), await record_cpu_s(), time.perf_counter()
+        if profile is not None:
+            profile.enable()
+        loop = await leadership._recovered_loop()
+        if profile is not None:
+            profile.disable()
+        row = {
+            "requests": len(loop.clients.live),
+            "seconds": time.perf_counter() - began_s,
+            "leader_cpu_s": time.process_time() - cpu_s,
+            "record_cpu_s": await record_cpu_s() - began_record_s,
+            "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "compiled": COMPILED,
+        }
+    assert row["requests"] == options.requests, row
+    await store.resign()
+    await store.close()
+    return row
+
+
+def main() -> int:
+    options = arguments()
+    gc.set_threshold(YOUNG_CONTAINERS)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder)).start() as server:
+        uvloop.run(fill(server.url, options))
+        rows += [uvloop.run(recover(server.url, options, None)) for _ in range(options.repetitions)]
+        if options.profile:
+            profile = cProfile.Profile()
+            uvloop.run(recover(server.url, options, profile))
+            pstats.Stats(profile).sort_stats("tottime").print_stats(35).sort_stats("cumtime").print_stats(50)
+    table(f"A new leader reads {options.requests} unfinished requests", rows)
+    slowest_s = max(row["seconds"] for row in rows)
+    return finish(
+        rows,
+        json_file=options.json,
+        summary=f"{slowest_s:.2f} s for {options.requests} requests, the slowest of {len(rows)} (goal {GOAL_S:g} s)",
+        met=slowest_s < GOAL_S,
+        about=about("recovery", sys.argv[1:]),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
