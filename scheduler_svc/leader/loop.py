@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import time
 from collections import deque
@@ -198,16 +199,26 @@ class Loop:
         """Rebuild the working copy from the record. Called once, before anything else. Raises
         StoreUnavailable, Fenced.
         """
+        collects = gc.isenabled()
+        gc.disable()  # all that is made here stays: the search for cycles would take a third of the time
+        try:
+            await self._recover()
+        finally:
+            if collects:
+                gc.enable()
+
+    async def _recover(self) -> None:
         self._recovered_from = self.store.incarnation
         events: list[Event] = []
         holders: set[str] = set()
         self.clients.newest_sequence = await self.store.last_sequence()
         async for chunk in self.store.load_unfinished():
             for stored in chunk:
-                if not self.settings.predict_lengths:  # an earlier leader had it on
-                    live = from_record(replace(stored, length_features=b""))
-                else:
-                    live = from_record(stored)
+                if (
+                    stored.length_features and not self.settings.predict_lengths
+                ):  # an earlier leader had it on
+                    stored = replace(stored, length_features=b"")
+                live = from_record(stored)
                 events.append(recovered(live))
                 self.clients.adopt(live)
                 if stored.worker_id is not None:

@@ -177,8 +177,9 @@ def stored_request(
     """
     if not fields:
         return None
-    committed_ids = unpack_ids(tokens)[: int(fields[b"committed"])]
-    if len(committed_ids) < int(fields[b"committed"]):
+    committed = int(fields[b"committed"])
+    committed_ids = unpack_ids(tokens)[:committed]
+    if len(committed_ids) < committed:
         return None
     end = End(fields[b"end"].decode()) if fields.get(b"end") else None
     return StoredRequest(

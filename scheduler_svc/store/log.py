@@ -104,7 +104,8 @@ class Log:
 
     def continued(self, stored: StoredRequest) -> StoredRequest:
         """Return the request with what the log has of it."""
-        return continued(stored, self.rows.get(stored.sequence, ()))
+        rows = self.rows.get(stored.sequence)
+        return stored if rows is None else continued(stored, rows)
 
 
 EMPTY = Log("", {})

@@ -4,7 +4,9 @@ log.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from redis import exceptions as redis_errors
 
@@ -17,6 +19,8 @@ from scheduler_svc.store.transport import Transport
 
 READ_CHUNK = 128
 """Requests read together: bounds the time for which one read blocks the server for others."""
+_INDEX_CHUNK = 4096
+"""Request ids that are read together."""
 _LOG_CHUNK = 64
 """Entries of the log that are read together."""
 
@@ -38,33 +42,53 @@ class Reader:
         # Not in a transaction, which a full server refuses. The hash is read first: tokens are only ever
         # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is
         # committed in between.
-        async with (
-            self._transport.reached(),
-            self._transport.client.pipeline(transaction=False) as pipeline,
-        ):
-            for request_id in request_ids:
-                pipeline.hgetall(self._keys.request(request_id))
-                pipeline.get(self._keys.tokens(request_id))
-                if payload:
-                    pipeline.hgetall(self._keys.payload(request_id))
-            replies = iter(await pipeline.execute())
+        count = len(request_ids)
+        commands = [("HGETALL", self._keys.request(request_id)) for request_id in request_ids]
+        if payload:
+            commands += [("HGETALL", self._keys.payload(request_id)) for request_id in request_ids]
+        hashes = [_hash(reply) for reply in await self._transport.read(commands)]
+        found = dict(zip(request_ids, hashes[:count], strict=True))
+        payloads = hashes[count:] if payload else [{}] * count
+        # Most of many requests wait and have no tokens; each reply costs time.
+        begun = [request_id for request_id, fields in found.items() if fields.get(b"committed", b"0") != b"0"]
+        replies = await self._transport.read([("GET", self._keys.tokens(request_id)) for request_id in begun])
+        tokens = dict(zip(begun, replies, strict=True))
         return [
-            stored_request(request_id, next(replies), next(replies), next(replies) if payload else {})
-            for request_id in request_ids
+            stored_request(request_id, found[request_id], tokens.get(request_id), its_payload)
+            for request_id, its_payload in zip(request_ids, payloads, strict=True)
         ]
 
+    async def unfinished(self) -> AsyncGenerator[list[StoredRequest], None]:
+        """Yield all unfinished requests as their own keys hold them, in the order of arrival, a chunk at a
+        time. The server reads the next chunk while the caller handles one.
+        """
+        reading: deque[asyncio.Task[list[StoredRequest | None]]] = deque()
+        try:
+            async for request_ids in self.index():
+                reading.append(asyncio.create_task(self.requests(request_ids)))
+                if len(reading) > 1:
+                    yield _unfinished(await reading.popleft())
+            while reading:
+                yield _unfinished(await reading.popleft())
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
     async def index(self) -> AsyncIterator[list[str]]:
-        """Yield the ids of all unfinished requests in the order of arrival, a chunk at a time."""
+        """Yield the ids of all unfinished requests in the order of arrival, READ_CHUNK at a time."""
         newest = 0
         while True:
             async with self._transport.reached():
                 index = await self._transport.client.zrangebyscore(
-                    self._keys.unfinished(), f"({newest}", "+inf", start=0, num=READ_CHUNK, withscores=True
+                    self._keys.unfinished(), f"({newest}", "+inf", start=0, num=_INDEX_CHUNK, withscores=True
                 )
             if not index:
                 return
             newest = int(index[-1][1])
-            yield [request_id.decode() for request_id, _ in index]
+            request_ids = [request_id.decode() for request_id, _ in index]
+            for start in range(0, len(request_ids), READ_CHUNK):
+                yield request_ids[start : start + READ_CHUNK]
 
     async def log(self) -> Log:
         """Return the log."""
@@ -123,3 +147,13 @@ class Reader:
     async def load_probes(self) -> bytes | None:
         """Return what `save_probes` kept last, by any leader of this incarnation."""
         return await self._transport.get(self._keys.probes())
+
+
+def _hash(reply: list[bytes]) -> dict[bytes, bytes]:
+    """Return the fields of an HGETALL's reply."""
+    fields = iter(reply)
+    return dict(zip(fields, fields, strict=True))
+
+
+def _unfinished(requests: list[StoredRequest | None]) -> list[StoredRequest]:
+    return [request for request in requests if request is not None and request.end is None]

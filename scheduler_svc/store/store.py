@@ -15,9 +15,10 @@ has all keys.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -447,24 +448,22 @@ class Store:
 
     # reading
 
-    async def load_unfinished(self) -> AsyncIterator[list[StoredRequest]]:
+    async def load_unfinished(self) -> AsyncGenerator[list[StoredRequest], None]:
         """Yield all unfinished requests in the order of arrival, a chunk at a time: the working copy of a new
         leader.
         """
         leads = self.epoch is not None
         # The log first: what is folded in between, the requests' own keys hold by then.
         log = await self.reader.log()
-        async for request_ids in self.reader.index():
-            unfinished = []
-            for request in await self.reader.requests(request_ids):
-                if request is not None and request.end is None:
-                    continued = log.continued(request)
-                    unfinished.append(continued)
-                    if leads:
+        async with contextlib.aclosing(self.reader.unfinished()) as chunks:
+            async for requests in chunks:
+                unfinished = [log.continued(request) for request in requests]
+                if leads:
+                    for request, continued in zip(requests, unfinished, strict=True):
                         self.claims.expire_together(request)
                         self.tails.read(continued, len(request.committed_ids), log)
-            if unfinished:
-                yield unfinished
+                if unfinished:
+                    yield unfinished
         if leads:
             self.tails.newest, self.tails.has_entries = log.newest, bool(log.newest)
             self.tails_are_read = True

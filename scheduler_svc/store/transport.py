@@ -127,6 +127,18 @@ class Transport:
             value: bytes | None = await self.client.get(key)
         return value
 
+    async def read(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Return the answers to commands that change nothing, sent in one pipeline. Raises StoreUnavailable,
+        StoreError.
+        """
+        # As in `_replies`, the client's own pipeline would cost more than all the rest.
+        replies = await self._send([_packed(*command) for command in commands], self._servers.pool)
+        async with self.reached():
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+        return replies
+
     async def fields(self, keys: Sequence[str], *names: str) -> list[list[bytes | None]]:
         """Return these fields of each of the hashes."""
         async with self.reached(), self.client.pipeline(transaction=False) as pipeline:

@@ -120,6 +120,11 @@ def accepted_with(new: NewRequest, sequence: int, submitted: Specification) -> A
     specification.CopyFrom(submitted)
     specification.ClearField("committed_ids")
     specification.ClearField("origin")
+    return _accepted_as(new, sequence, specification)
+
+
+def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -> AcceptedRequest:
+    """Return the accepted request with this specification, which becomes its own."""
     specification.request_id = new.request_id
     return AcceptedRequest(
         facts=RequestFacts(
@@ -153,9 +158,9 @@ def _runs_to_limit(specification: Specification) -> bool:
 
 def accepted_before(stored: StoredRequest) -> AcceptedRequest:
     """Return a request of the record as it was submitted."""
-    submitted = gateway_pb.Specification.FromString(stored.submission)
-    submitted.prompt_ids.extend(stored.prompt_ids)
-    return accepted_with(stored, stored.sequence, submitted)
+    specification = gateway_pb.Specification.FromString(stored.submission)
+    specification.prompt_ids.extend(stored.prompt_ids)
+    return _accepted_as(stored, stored.sequence, specification)
 
 
 def submission_again(

@@ -19,6 +19,7 @@ from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
 from scheduler_svc.store.errors import Fenced, RecordBehind, SchemaMismatch, StoreError, StoreUnavailable
 from scheduler_svc.store.keys import SHARD_TTL_S
+from scheduler_svc.store.reading import READ_CHUNK
 from scheduler_svc.store.records import Leader, LeaderEpoch, Limits, StoredRequest, SubmitResult, SubmitStatus
 from scheduler_svc.store.store import Store
 from tests.helpers import wait_until_async
@@ -1182,6 +1183,18 @@ class TestRecovery:
         [found] = await unfinished(other)
         assert found.length_features == b""
         assert await One(other).finish(a_finish()) is OK
+
+    async def test_reading_may_stop_after_some(self, store: Store) -> None:
+        """The next chunk is on its way by then."""
+        await accept(store, *(a_request(f"r{n}") for n in range(2 * READ_CHUNK + 1)))
+        tasks = asyncio.all_tasks()
+        chunks = store.load_unfinished()
+        some = await anext(chunks)
+        await chunks.aclose()
+
+        assert len(some) == READ_CHUNK
+        assert asyncio.all_tasks() == tasks
+        assert len(await unfinished(store)) == 2 * READ_CHUNK + 1
 
     async def test_a_new_leader_finds_what_was_written(self, store: Store, open_store: OpenStore) -> None:
         await accept(store, *(a_request(f"r{n}", idempotency_key=f"k{n}") for n in range(5)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -156,6 +157,17 @@ async def leader(valkey: EmbeddedServer, shard: str) -> AsyncIterator[Leader]:
     await leader.loop.recover()
     yield leader
     await store.close()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+async def test_recovery_leaves_the_garbage_collector_as_it_was(leader: Leader, collects: bool) -> None:
+    if not collects:
+        gc.disable()
+    try:
+        await leader.loop.recover()
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 async def test_tokens_are_shown_and_acknowledged_in_the_turn_that_takes_them(leader: Leader) -> None:
