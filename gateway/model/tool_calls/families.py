@@ -1,0 +1,83 @@
+"""The families of models that call tools, by the names that the setting has for them."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from gateway.model.tool_calls import hermes, llama, mistral
+from gateway.model.tool_calls.hermes import HermesReader
+from gateway.model.tool_calls.llama import LlamaReader
+from gateway.model.tool_calls.mistral import MistralReader
+from gateway.model.tool_calls.plain import PlainReader
+from gateway.model.tool_calls.reader import ToolReader
+
+__all__ = ["FAMILIES", "ToolFamily", "family_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFamily:
+    """How the models of one family write calls."""
+
+    name: str
+    reader: Callable[[Collection[str]], ToolReader]
+    """Makes the reader of one output, from the names of the tools."""
+    arguments_key: str = "arguments"
+    markers: tuple[str, ...] = ()
+    """Markup that a tokenizer may have as special tokens."""
+    before: str = ""
+    """Markup before each call, or before the list of them."""
+    after: str = ""
+    as_list: bool = False
+    """Several calls are one JSON list."""
+    between: str = ""
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+    """Makes the id of a call."""
+
+
+def _short_id() -> str:
+    """Return nine letters and digits: the templates of Mistral's models refuse other ids."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+FAMILIES: Mapping[str, ToolFamily] = {
+    family.name: family
+    for family in (
+        ToolFamily(
+            "hermes",
+            HermesReader,
+            markers=(hermes.BEGIN, hermes.END),
+            before=f"{hermes.BEGIN}\n",
+            after=f"\n{hermes.END}",
+            between="\n",
+        ),
+        ToolFamily(
+            "llama3_json", LlamaReader, arguments_key="parameters", markers=(llama.TAG,), between="; "
+        ),
+        ToolFamily(
+            "mistral",
+            MistralReader,
+            markers=(mistral.BEGIN, mistral.ARGS, mistral.CALL_ID),
+            before=mistral.BEGIN,
+            as_list=True,
+            new_id=_short_id,
+        ),
+        ToolFamily("json", PlainReader, as_list=True),
+    )
+}
+
+OTHER_MARKUP = ("<function=", "<arg_key>")
+"""Markup of families that use the tags of Hermes around something other than JSON."""
+
+
+def family_of(template: str) -> ToolFamily:
+    """Return the family whose markup a chat template mentions; plain JSON if it mentions none."""
+    if hermes.BEGIN in template and not any(markup in template for markup in OTHER_MARKUP):
+        return FAMILIES["hermes"]
+    if mistral.BEGIN in template:
+        return FAMILIES["mistral"]
+    if llama.TAG in template or '"parameters": dictionary' in template:
+        return FAMILIES["llama3_json"]
+    return FAMILIES["json"]

@@ -1,0 +1,284 @@
+"""Tool calls in an output: what is read from it does not depend on how it was cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.model.tool_calls.families import FAMILIES, family_of
+from gateway.model.tool_calls.reader import MAX_DEPTH, Arguments, Broken, Call, Done, Event, Text
+
+TOOLS = ("weather", "search", "now")
+OSLO = '{"city": "Oslo"}'
+FORMS = tuple(FAMILIES)
+anything = settings(max_examples=300, deadline=None)
+
+
+def read(family: str, pieces: Iterable[str]) -> list[Event]:
+    """Return the events of an output; neighbouring texts, and pieces of one call's arguments, are joined."""
+    reader = FAMILIES[family].reader(TOOLS)
+    events = [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
+    joined: list[Event] = []
+    for event in events:
+        match (joined[-1] if joined else None), event:
+            case Text(before), Text(text):
+                joined[-1] = Text(before + text)
+            case Arguments(index, before), Arguments(same, text) if index == same:
+                joined[-1] = Arguments(index, before + text)
+            case _:
+                joined.append(event)
+    return joined
+
+
+def call(index: int, name: str, arguments: str) -> list[Event]:
+    return [Call(index, name), Arguments(index, arguments), Done(index)]
+
+
+WELL_FORMED: dict[str, tuple[str, str, list[Event]]] = {
+    "hermes": (
+        "hermes",
+        (
+            f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>\n<tool_call>\n'
+            f'{{"arguments": {{"q": "a \\"}}\\" </tool_call>"}}, "name": "search"}}\n</tool_call>\n'
+        ),
+        [
+            Text("I look."),
+            *call(0, "weather", OSLO),
+            *call(1, "search", '{"q": "a \\"}\\" </tool_call>"}'),
+        ],
+    ),
+    "hermes without its last tag": (
+        "hermes",
+        f'<tool_call>{{"name":"weather","arguments":{OSLO}}}',
+        call(0, "weather", OSLO),
+    ),
+    "hermes with text after": (
+        "hermes",
+        '<tool_call>{"name":"now"}</tool_call> and done ',
+        [*call(0, "now", "{}"), Text(" and done")],
+    ),
+    "llama": ("llama3_json", f'{{"name": "weather", "parameters": {OSLO}}}', call(0, "weather", OSLO)),
+    "llama with a type": (
+        "llama3_json",
+        f'\n{{"type": "function", "name": "weather", "parameters": {OSLO}}}\n',
+        call(0, "weather", OSLO),
+    ),
+    "llama, two after the tag": (
+        "llama3_json",
+        f'See: <|python_tag|>{{"name": "weather", "parameters": {OSLO}}}; {{"name": "now", "parameters": {{}}}}',
+        [Text("See:"), *call(0, "weather", OSLO), *call(1, "now", "{}")],
+    ),
+    "mistral": (
+        "mistral",
+        f'Well. [TOOL_CALLS] [{{"name": "weather", "arguments": {OSLO}}}, {{"name": "now", "arguments": {{}}, "id": "abc"}}]',
+        [Text("Well."), *call(0, "weather", OSLO), *call(1, "now", "{}")],
+    ),
+    "mistral by names": (
+        "mistral",
+        f"[TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
+        [*call(0, "weather", OSLO), *call(1, "now", "{}")],
+    ),
+    "mistral by a bare name": ("mistral", f"[TOOL_CALLS]weather{OSLO}", call(0, "weather", OSLO)),
+    "json": ("json", f'{{"name": "weather", "arguments": {OSLO}}}', call(0, "weather", OSLO)),
+    "json, a list": (
+        "json",
+        f'[{{"name": "weather", "arguments": {OSLO}}}, {{"name": "now", "parameters": null}}]',
+        [*call(0, "weather", OSLO), *call(1, "now", "{}")],
+    ),
+    "json, arguments as a text": (
+        "json",
+        '{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}',
+        call(0, "weather", OSLO),
+    ),
+    "json with text after": (
+        "json",
+        '{"name":"now"}\n\nThat is all.',
+        [*call(0, "now", "{}"), Text("\n\nThat is all.")],
+    ),
+}
+
+TEXT_ALONE: dict[str, tuple[str, str]] = {
+    "an answer": ("hermes", "It rains in Oslo. \n"),
+    "a tag begun": ("hermes", "a < b, <tool, <tool_cal"),
+    "no JSON": ("hermes", "<tool_call>\nweather(Oslo)\n</tool_call>"),
+    "an unknown tool": ("hermes", '<tool_call>{"name": "delete", "arguments": {}}</tool_call>'),
+    "arguments of an unknown tool": ("hermes", '<tool_call>{"arguments": {}, "name": "delete"}</tool_call>'),
+    "arguments that are no object": ("hermes", '<tool_call>{"name": "now", "arguments": 7}</tool_call>'),
+    "a name given twice": ("hermes", '<tool_call>{"name": "now", "name": "now"}</tool_call>'),
+    "no name": ("hermes", '<tool_call>{"id": "x"}</tool_call>'),
+    "an end before the arguments": ("hermes", 'Wait.\n<tool_call>{"name": "now", "argum'),
+    "a call of Python": ("llama3_json", '<|python_tag|>brave_search.call(query="x")'),
+    "a person": ("llama3_json", '{"name": "Ada", "parameters": {}}'),
+    "a call in a sentence": ("llama3_json", 'Use {"name": "now", "parameters": {}}.'),
+    "an object": ("json", '{"city": "Oslo", "name": "now"} '),
+    "a list of numbers": ("json", "[1, 2]"),
+    "a footnote": ("json", "[1] and more"),
+    "a name without arguments": ("mistral", "[TOOL_CALLS]weather is fine"),
+    "a long name": ("mistral", f"[TOOL_CALLS]{'n' * 300} {{}}"),
+    "a long key": ("json", '{"' + "k" * 300 + '": 1}'),
+    "nothing": ("json", ""),
+    "blanks": ("mistral", " \n "),
+}
+
+BROKEN: dict[str, tuple[str, str, list[Event]]] = {
+    "an end inside the arguments": (
+        "hermes",
+        'So:\n<tool_call>\n{"name": "search", "arguments": {"q": "a',
+        [
+            Text("So:"),
+            Call(0, "search"),
+            Arguments(0, '{"q": "a'),
+            Broken(0, '\n<tool_call>\n{"name": "search", "arguments": {"q": "a'),
+        ],
+    ),
+    "arguments that are not JSON": (
+        "hermes",
+        '<tool_call>{"name": "search", "arguments": {q: 1}}</tool_call>',
+        [
+            Call(0, "search"),
+            Arguments(0, "{q: 1}"),
+            Broken(0, '<tool_call>{"name": "search", "arguments": {q: 1}'),
+            Text("}</tool_call>"),
+        ],
+    ),
+    "something else after the arguments": (
+        "json",
+        '[{"name": "now"}, {"name": "search", "arguments": {}, "why": 1}]',
+        [
+            *call(0, "now", "{}"),
+            Call(1, "search"),
+            Arguments(1, "{}"),
+            Broken(1, ', {"name": "search", "arguments": {}, "why"'),
+            Text(": 1}]"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WELL_FORMED)
+def test_calls_are_read_with_the_text_around_them(case: str) -> None:
+    family, output, expected = WELL_FORMED[case]
+
+    assert read(family, [output]) == expected
+
+
+@pytest.mark.parametrize("case", TEXT_ALONE)
+def test_what_is_no_call_of_an_offered_tool_stays_text(case: str) -> None:
+    family, output = TEXT_ALONE[case]
+
+    assert read(family, [output]) == ([Text(output)] if output else [])
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_announced_call_that_breaks_is_text_again(case: str) -> None:
+    family, output, expected = BROKEN[case]
+
+    assert read(family, [output]) == expected
+
+
+EXAMPLES = [
+    *((family, output) for family, output, _ in (*WELL_FORMED.values(), *BROKEN.values())),
+    *TEXT_ALONE.values(),
+]
+
+
+@pytest.mark.parametrize(("family", "output"), EXAMPLES)
+def test_every_cut_gives_the_same_events(family: str, output: str) -> None:
+    whole = read(family, [output])
+
+    assert read(family, output) == whole  # character by character
+    for cut in range(1, len(output)):
+        assert read(family, [output[:cut], output[cut:]]) == whole, f"cut at {cut}"
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "weather", "now",
+        "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", '"name"', '"arguments"', '"parameters"', '"weather"',
+        '{"name": "now", "arguments": {"a": "b"}}', OSLO, "null", "é", "x" * 90, "<tool_", "7",
+    ]
+)  # fmt: skip
+
+
+@anything
+@given(
+    st.sampled_from(FORMS),
+    st.lists(FRAGMENTS, max_size=24).map("".join),
+    st.lists(st.integers(0, 400), max_size=12),
+)
+def test_any_output_gives_the_same_events_however_it_is_cut(
+    family: str, output: str, cuts: list[int]
+) -> None:
+    places = sorted({0, len(output), *(cut for cut in cuts if cut < len(output))})
+    pieces = [output[begin:end] for begin, end in pairwise(places)]
+
+    assert read(family, pieces) == read(family, [output])
+
+
+@anything
+@given(st.sampled_from(FORMS), st.lists(FRAGMENTS, max_size=24).map("".join))
+def test_without_calls_the_text_is_the_output(family: str, output: str) -> None:
+    events = read(family, output)
+
+    if not any(isinstance(event, Done) for event in events):
+        shown = "".join(event.text for event in events if isinstance(event, Text | Broken))
+        assert shown == output
+
+
+def test_arguments_that_nest_too_deeply_break_the_call() -> None:
+    deep = '{"a":' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)
+    output = f'<tool_call>{{"name": "search", "arguments": {deep}}}</tool_call>'
+
+    whole = read("hermes", [output])
+    assert not any(isinstance(event, Done) for event in whole)
+    assert read("hermes", output) == whole
+
+
+def test_arguments_are_passed_on_as_they_arrive() -> None:
+    reader = FAMILIES["hermes"].reader(TOOLS)
+    reader.feed('<tool_call>{"name": "search", "arguments": {"q": ')
+
+    assert reader.feed('"first') == [Arguments(0, '"first')]
+    assert reader.feed(' second"') == [Arguments(0, ' second"')]
+
+
+def test_text_that_cannot_become_a_call_is_not_held_back() -> None:
+    reader = FAMILIES["json"].reader(TOOLS)
+
+    assert reader.feed('{"city') == []
+    assert reader.feed('":') == [Text('{"city"'), Text(":")]
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("return <tool_call>\\n{...}\\n</tool_call> tags", "hermes"),
+        ("<tool_call>\\n<function=name>", "json"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of argument name',
+            "llama3_json",
+        ),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ("{% for message in messages %}", "json"),
+    ],
+)
+def test_the_family_is_the_one_whose_markup_the_template_mentions(template: str, family: str) -> None:
+    assert family_of(template).name == family
+
+
+def test_ids_have_the_form_that_the_templates_of_a_family_accept() -> None:
+    assert FAMILIES["mistral"].new_id().isalnum() and len(FAMILIES["mistral"].new_id()) == 9
+    assert FAMILIES["hermes"].new_id().startswith("call_")
+
+
+def _ids(names: Sequence[str]) -> set[str]:
+    return {FAMILIES[name].new_id() for name in names for _ in range(50)}
+
+
+def test_ids_differ() -> None:
+    assert len(_ids(FORMS)) == 50 * len(FORMS)
