@@ -9,6 +9,8 @@ defaults, bound the size of the compiled result.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +48,8 @@ then exceeds its budget for a step.
 """
 MAX_SYMBOLS = 50_000
 """Most symbols of the rules of a format. An object has 8 for each property."""
+SCHEMA_RULE = re.compile(r"^\w+: %json (\{.*\})$", re.MULTILINE)
+"""A rule of a grammar that is a JSON schema and nothing else, on one line."""
 FAILS = "the library for formats fails over it"
 
 
@@ -103,7 +107,9 @@ def _schema_problem(schema: Any) -> str:
     if not isinstance(schema, dict) and schema is not True:
         return "must be a JSON schema: an object, or true"
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
-    if not isinstance(options, dict) or not all(isinstance(value, bool) for value in options.values()):
+    if not isinstance(options, dict) or not all(
+        isinstance(value, bool) or (name, value) in WHITESPACE.items() for name, value in options.items()
+    ):
         return "must hold nothing but true and false in x-guidance"
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
@@ -143,6 +149,14 @@ def _text_problem(kind: str, text: str) -> str:
     if text.lstrip().startswith("{"):  # the library's own notation, which can express anything
         return "must be a grammar in the form of Lark"
     levels = sum(map(text.count, ":([~"))
+    for found in SCHEMA_RULE.finditer(text):
+        try:
+            schema = json.loads(found[1])
+        except (ValueError, RecursionError):
+            continue  # not a schema: its characters count like those of any rule
+        if problem := _schema_problem(schema):
+            return problem
+        levels -= sum(map(found[1].count, ":([~"))
     if levels > MAX_LEVELS:
         return (
             f"must have at most {MAX_LEVELS} rules, terminals, groups and negations (: ( [ ~), got {levels}"

@@ -74,6 +74,31 @@ def test_a_refusal_names_the_format_and_the_limit() -> None:
         matcher_of("json_schema", json.loads(HOSTILE["a deep schema"][0][1]), BYTES)
 
 
+WIDE = json.dumps({"properties": {f"property_{n}": {"type": "string"} for n in range(350)}})
+DEEP = HOSTILE["a deep schema"][0][1]
+
+
+def test_a_schema_in_a_grammar_has_the_bounds_of_a_schema() -> None:
+    assert not matcher_of("grammar", f'start: "<" object ">"\nobject: %json {WIDE}\n', BYTES).is_error()
+    with pytest.raises(ValueError, match=r"^must nest at most 64 levels$"):
+        matcher_of("grammar", f"start: object\nobject: %json {DEEP}\n", BYTES)
+    with pytest.raises(ValueError, match=r"^must hold patterns of at most 1024 characters"):
+        matcher_of("grammar", f'start: a\na: %json {{"pattern": "{"a" * 1025}"}}\n', BYTES)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param("start: " + "(" * 1001 + '"a"' + ")" * 1001, id="groups"),
+        pytest.param(f"start: a // %json {WIDE}\n" + "a: b\n" * 1001, id="after a comment"),
+        pytest.param(f"start: (%json {WIDE}) | (%json {WIDE})", id="inside a rule"),
+    ],
+)
+def test_other_rules_of_a_grammar_are_counted_as_before(grammar: str) -> None:
+    with pytest.raises(ValueError, match=r"^must have at most 1000 rules"):
+        matcher_of("grammar", grammar, BYTES)
+
+
 @pytest.fixture(scope="module")
 def worker_formats() -> Formats:
     return Formats(Path(demo_target_dir()) / "tokenizer.json", 1024, frozenset({1}))
