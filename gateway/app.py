@@ -124,7 +124,12 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
             "LAPS_SD_TOKENIZER_DIR must name the directory with the target model's tokenizer.json."
         )
     try:
-        return load_model(directory, name=settings.model, context_tokens=settings.context_tokens)
+        return load_model(
+            directory,
+            name=settings.model,
+            context_tokens=settings.context_tokens,
+            parsers=(settings.tool_parser, settings.reasoning_parser),
+        )
     except ModelFilesError as error:
         raise StartupError(f"The model {settings.model!r} cannot be served: {error}.") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from laps_sd.contract.limits import MAX_LOGPROBS
 from laps_sd.service.config import LENGTH_KEY_HELP, field
@@ -13,7 +13,10 @@ from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
 
-__all__ = ["GatewaySettings"]
+__all__ = ["GatewaySettings", "ReasoningParser", "ToolParser"]
+
+ToolParser: TypeAlias = Literal["auto", "hermes", "llama3_json", "mistral", "json", "none"]
+ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,16 @@ class GatewaySettings(LinkSettings, ServingSettings):
         None,
         help="Directory with tokenizer.json, tokenizer_config.json and config.json of the target model;"
         " default: that of the shipped demo model.",
+    )
+    tool_parser: ToolParser = field(
+        "auto",
+        help="How the model writes calls of tools; auto: the form that its chat template mentions, else json; none: "
+        "requests with tools are refused. See docs/how-to/tools.md",
+    )
+    reasoning_parser: ReasoningParser = field(
+        "auto",
+        help="How the model marks its reasoning; auto: the form that its chat template mentions; none: reasoning is "
+        "part of the content",
     )
     context_tokens: int | None = field(
         None,

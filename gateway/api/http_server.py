@@ -232,7 +232,7 @@ class HttpServer:
             try:
                 async with asyncio.timeout(ttl_s):
                     generation = await stack.enter_async_context(
-                        self._calls.generate(parsed.requests, caller)
+                        self._calls.generate(parsed.requests, caller, reads_markup=parsed.kind == "chat")
                     )
                     first = await generation.read() if ttl_s is not None else []
             except TimeoutError:
@@ -240,7 +240,11 @@ class HttpServer:
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
                 ) from None
             reply = Reply(
-                parsed, generation.accepted, created_unix_s=int(time.time()), model=self._calls.model
+                parsed,
+                generation.accepted,
+                created_unix_s=int(time.time()),
+                model=self._calls.model,
+                states=generation.states,
             )
             headers = {REQUEST_ID_HEADER: own_request_id(request) or reply.id}
             if parsed.stream:

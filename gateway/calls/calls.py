@@ -26,6 +26,7 @@ from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
 from gateway.calls.prompts import Prompts
 from gateway.calls.stream_metrics import StreamMetrics
+from gateway.calls.tools import output_format_of
 from gateway.calls.validation import (
     check_ids,
     check_model,
@@ -38,6 +39,7 @@ from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.formats import FormatJudge
+from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -100,11 +102,13 @@ class Calls:
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller
+        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, *, reads_markup: bool = False
     ) -> AsyncIterator[Generation]:
         """Submit every choice of every request, and wait until all are accepted.
 
-        Choices are numbered consecutively: those of the first request, then those of the second.
+        Choices are numbered consecutively: those of the first request, then those of the second. `reads_markup`: the
+        caller finds calls of tools and reasoning in the text. Their markup then is text even where it is special
+        tokens, and an output format applies after the reasoning.
         """
         began = _now()
         tenant = self._tenants.label(caller.tenant)
@@ -118,9 +122,15 @@ class Calls:
                 caller = _no_later_than(by_field, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
                 async with _until(by_field):
-                    submissions = await self._submissions(requests, caller, span.traceparent)
+                    submissions, states = await self._submissions(
+                        requests, caller, span.traceparent, reads_markup=reads_markup
+                    )
                     attachments = [await self._place(stack, submit, caller) for submit in submissions]
-            async with self._opened(stack, attachments, began=began, tenant=tenant, span=span) as generation:
+            shown_ids = self.model.markup_ids if reads_markup else frozenset()
+            async with self._opened(
+                stack, attachments, began=began, tenant=tenant, span=span, shown_ids=shown_ids
+            ) as generation:
+                generation.states = states
                 yield generation
 
     @asynccontextmanager
@@ -161,7 +171,7 @@ class Calls:
         """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
         self._charge(caller)
         check_request(request, self.settings, self.model)
-        return await self._prompts.ids_of(request)
+        return await self._prompts.ids_of(request, self._prompts.rendered(request))
 
     def detokenize(self, model: str, ids: Sequence[int], caller: Caller) -> str:
         """Return the text of a whole output. Raises InvalidArgument, ResourceExhausted."""
@@ -205,13 +215,23 @@ class Calls:
         return count
 
     async def _submissions(
-        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, traceparent: str
-    ) -> list[link_pb2.Submit]:
-        """Return all submissions of a call. Raises before any of them is submitted."""
+        self,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        caller: Caller,
+        traceparent: str,
+        *,
+        reads_markup: bool,
+    ) -> tuple[list[link_pb2.Submit], list[State | None]]:
+        """Return all submissions of a call, and where the output of each begins if its reasoning will be read.
+        Raises before any of them is submitted."""
         made: list[link_pb2.Submit] = []
+        states: list[State | None] = []
         for request in requests:
-            await self._check_format(request.output_format)
-            prompt_ids = await self._prompts.ids_of(request)
+            rendered = self._prompts.rendered(request)
+            markers = self.model.dialect.reasoning
+            state = markers.state_after(rendered) if markers and rendered and reads_markup else None
+            wanted = await self._format_of(request, state)
+            prompt_ids = await self._prompts.ids_of(request, rendered)
             features = self._prompts.features_of(request)
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
@@ -224,20 +244,36 @@ class Calls:
                     fallback_seed=seed,
                     choice=choice,
                 )
+                if wanted.WhichOneof("format"):
+                    submit.specification.output_format.CopyFrom(wanted)
                 submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
                 submit.traceparent = traceparent
                 submit.length_features.extend(features)
                 made.append(submit)
+                states.append(state)
+        return made, states
+
+    async def _format_of(
+        self, request: inference_pb2.GenerateRequest, state: State | None
+    ) -> inference_pb2.OutputFormat:
+        """Return the output format of a request. Raises InvalidArgument if no worker could compile it."""
+        await self._check_format(request.output_format)
+        made = output_format_of(request, self.model, state)
+        if made is None:
+            return request.output_format
+        judged = output_format_of(request, self.model, state, judged=True)
+        assert judged is not None, "the tokenizer does not matter"
+        await self._check_format(judged, field="messages.tools" if request.messages.tools else "")
         return made
 
-    async def _check_format(self, wanted: inference_pb2.OutputFormat) -> None:
-        """Raise InvalidArgument if no worker could compile the output format."""
+    async def _check_format(self, wanted: inference_pb2.OutputFormat, *, field: str = "") -> None:
+        """Raise InvalidArgument if no worker could compile the output format; it names the field if one is given."""
         kind = wanted.WhichOneof("format")
         if kind is None or kind == "json_object":
             return
         problem = await self._formats.problem_of(kind, getattr(wanted, kind))
         if problem:
-            raise InvalidArgument(f"output_format.{kind}", problem)
+            raise InvalidArgument(field or f"output_format.{kind}", problem)
 
     @asynccontextmanager
     async def _opened(
@@ -249,6 +285,7 @@ class Calls:
         tenant: str,
         cursor: inference_pb2.Cursor | None = None,
         span: CallSpan | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> AsyncIterator[Generation]:
         accepted = []
         for attachment in attachments:
@@ -258,7 +295,7 @@ class Calls:
                 metrics.TENANT_REQUESTS.labels(tenant).inc()
                 metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
             accepted.append(accepted_event(acceptance, self.model))
-            attachment.output = Output(acceptance, self.model, cursor)
+            attachment.output = Output(acceptance, self.model, cursor, shown_ids=shown_ids)
             attachment.metrics = stack.enter_context(
                 StreamMetrics(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
             )

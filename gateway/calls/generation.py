@@ -10,6 +10,7 @@ from gateway.calls.output import Output, Piece
 from gateway.calls.stream_metrics import StreamMetrics
 from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
+from gateway.model.reasoning import State
 from gateway.tracing import CallSpan
 from laps_sd.v1 import inference_pb2
 
@@ -52,6 +53,8 @@ class Generation:
     def __init__(self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[Attachment]) -> None:
         self.accepted = accepted
         """The first message of each choice, by choice."""
+        self.states: Sequence[State | None] = [None] * len(accepted)
+        """The state that the output of each choice begins in; None: its reasoning is not read."""
         self._attachments = attachments
         self.over = False
         """Every choice has ended, and all of its output was returned."""

@@ -49,14 +49,20 @@ class Output:
     beginning of the text."""
 
     def __init__(
-        self, acceptance: Accepted, model: ModelFiles, cursor: inference_pb2.Cursor | None = None
+        self,
+        acceptance: Accepted,
+        model: ModelFiles,
+        cursor: inference_pb2.Cursor | None = None,
+        *,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids` are special tokens that have text."""
         self._acceptance = acceptance
         self._start_token = cursor.next_token if cursor is not None else 0
         self._text = Detokenizer(
             model.decode,
             stop=acceptance.stop,
-            silent_ids=model.silent_ids,
+            silent_ids=model.silent_ids - shown_ids,
             joins=model.pieces.joins,
             start_offset=cursor.text_offset if cursor is not None else 0,
         )

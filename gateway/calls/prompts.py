@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
+from gateway.calls.tools import template_tools
+from gateway.model.bounded_json import decode_text
 from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
@@ -30,14 +33,18 @@ class Prompts:
         self._hash = features
         self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
 
-    async def ids_of(self, request: inference_pb2.GenerateRequest) -> list[int]:
-        """Return the token ids of a checked request's prompt. Raises InvalidArgument for messages that the
-        chat template refuses."""
+    def rendered(self, request: inference_pb2.GenerateRequest) -> str:
+        """Return the messages of a checked request as the chat template renders them; empty for another prompt.
+        Raises InvalidArgument for messages that the template refuses."""
+        return self._render(request.messages) if request.HasField("messages") else ""
+
+    async def ids_of(self, request: inference_pb2.GenerateRequest, rendered: str) -> list[int]:
+        """Return the token ids of a checked request's prompt."""
         match request.WhichOneof("prompt"):
             case "text":
                 return await self._encode(request.text, rendered=False)
             case "messages":
-                return await self._encode(self._render(request.messages), rendered=True)
+                return await self._encode(rendered, rendered=True)
             case _:
                 return list(request.token_ids.ids)
 
@@ -45,12 +52,11 @@ class Prompts:
         """Return the features of a checked request; empty if predictions are off."""
         return [] if self._hash is None else features_of(request, self._hash)
 
-    def _render(self, messages: inference_pb2.ChatMessages) -> str:
-        """Return messages as the text that the model's chat template renders."""
+    def _render(self, chat: inference_pb2.ChatMessages) -> str:
         assert self._model.template is not None, "messages are refused without a template"
-        plain = [{"role": message.role, "content": message.content} for message in messages.messages]
+        arguments = decode_text(chat.template_arguments) if chat.template_arguments else {}
         try:
-            return self._model.template.render(plain)
+            return self._model.template.render(list(_messages_of(chat)), template_tools(chat), arguments)
         except TemplateRefused as error:
             raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
 
@@ -59,6 +65,40 @@ class Prompts:
             return await self._model.encode_off_loop(text, rendered=rendered)
         async with self._long_prompts:
             return await self._model.encode_off_loop(text, rendered=rendered)
+
+
+def _messages_of(chat: inference_pb2.ChatMessages) -> Iterator[dict[str, Any]]:
+    """Yield messages in the form that chat templates read: that of OpenAI's API, but arguments are objects, and
+    results have the names of their tools."""
+    names: dict[str, str] = {}
+    for message in chat.messages:
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            plain["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call)},
+                }
+                for call in message.tool_calls
+            ]
+            names.update((call.id, call.name) for call in message.tool_calls)
+        if message.tool_call_id:
+            plain["tool_call_id"] = message.tool_call_id
+            if name := names.get(message.tool_call_id):
+                plain["name"] = name
+        yield plain
+
+
+def _arguments(call: inference_pb2.ToolCall) -> Any:
+    """Return the arguments of an earlier call; those that are not an object stay a text, as the model wrote them."""
+    try:
+        value = decode_text(call.arguments) if call.arguments else {}
+    except ValueError:
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments
 
 
 def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash) -> list[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from gateway.calls.tools import characters_of, check_tools
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import (
@@ -35,7 +36,7 @@ __all__ = [
     "prompt_too_long",
 ]
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 FIRST_MS, LAST_MS = 10**12, 10**13
 """Range of a deadline in milliseconds: from 2001 to 2286, so that seconds and microseconds are not mistaken
 for milliseconds."""
@@ -123,7 +124,8 @@ def _check_prompt(
                 raise InvalidArgument("text", "must not be empty")
             _check_characters("text", len(request.text), settings, model)
         case "messages":
-            _check_messages(request.messages.messages, settings, model)
+            _check_messages(request.messages, settings, model)
+            check_tools(request, settings, model)
         case "token_ids":
             ids = request.token_ids.ids
             if not ids:
@@ -133,9 +135,8 @@ def _check_prompt(
             check_ids("token_ids.ids", ids, model)
 
 
-def _check_messages(
-    messages: Sequence[inference_pb2.ChatMessage], settings: GatewaySettings, model: ModelFiles
-) -> None:
+def _check_messages(chat: inference_pb2.ChatMessages, settings: GatewaySettings, model: ModelFiles) -> None:
+    messages = chat.messages
     if model.template is None:
         raise InvalidArgument(
             "messages", f"cannot be used: the model {model.name!r} has no chat template; send text"
@@ -154,8 +155,7 @@ def _check_messages(
             )
     if not any(message.content for message in messages):
         raise InvalidArgument("messages.messages", "must hold at least one message with content")
-    characters = sum(len(message.content) for message in messages)
-    _check_characters("messages.messages", characters, settings, model)
+    _check_characters("messages.messages", characters_of(chat), settings, model)
 
 
 def _check_characters(field: str, characters: int, settings: GatewaySettings, model: ModelFiles) -> None:

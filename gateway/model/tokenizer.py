@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from gateway.model.dialect import NONE, Dialect, Parsers, dialect_of
 from gateway.model.token_bytes import TokenBytes
+from gateway.model.tool_calls.described import Message, described, flattened
 from laps_sd.service import model_dir
 
 __all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
@@ -32,26 +37,68 @@ class TemplateRefused(ValueError):
 
 
 class ChatTemplate:
-    """A model's Jinja template in a sandbox. Raises ModelFilesError when the source is not a template."""
+    """A model's Jinja template in a sandbox, with the arguments that `apply_chat_template` of transformers gives it.
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str], where: str) -> None:
+    Raises ModelFilesError when the source is not a template. `with_tools` is the source for chats with tools, where a
+    model has one of its own.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        where: str,
+        with_tools: str | None = None,
+        parsers: Parsers = ("auto", "auto"),
+    ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _strftime_now
+        for_tools = source if with_tools is None else with_tools
         try:
             self._template = environment.from_string(source)
+            self._with_tools = environment.from_string(for_tools)
+            variables = jinja2.meta.find_undeclared_variables(environment.parse(for_tools))
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"{where}: the chat template is not valid Jinja: {error}") from error
+        self._shows_tools = "tools" in variables
+        self._shows_calls = "tool_calls" in for_tools
         self._special_tokens = dict(special_tokens)
+        self.dialect = dialect_of(for_tools, *parsers)
+        """How the model writes calls and reasoning."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt up to the beginning of the assistant's answer. Raises TemplateRefused."""
+    @property
+    def own_arguments(self) -> AbstractSet[str]:
+        """Return the variables that `render` gives the template itself."""
+        return {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return the prompt up to the beginning of the assistant's answer. Raises TemplateRefused.
+
+        `tools` and messages have the form of OpenAI's API, but arguments of calls are objects. A template that has
+        no place for tools or calls gets them as text.
+        """
+        family = self.dialect.tools
+        if family is not None and not self._shows_calls:
+            messages = flattened(messages, family)
+        if family is not None and tools and not self._shows_tools:
+            messages = described(messages, tools, family)
+        template = self._with_tools if tools else self._template
         try:
-            return self._template.render(
+            return template.render(
+                **arguments,
                 messages=[dict(message) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
@@ -63,9 +110,17 @@ class ChatTemplate:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
 
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Serialize like the filter of transformers: no HTML escaping, no ASCII escaping."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Serialize like the filter of transformers: no HTML escaping."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:
@@ -88,6 +143,9 @@ class ModelFiles:
     eos_ids: frozenset[int]
     silent_ids: frozenset[int]  # special tokens: they have no text
     pieces: TokenBytes
+    dialect: Dialect = NONE
+    markup_ids: frozenset[int] = frozenset()
+    """Those of `silent_ids` that are markup of tool calls or reasoning."""
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a plain text, with the tokens that the tokenizer adds around a sequence
@@ -116,11 +174,17 @@ class ModelFiles:
         return text
 
 
-def load_model(directory: Path, *, name: str, context_tokens: int | None = None) -> ModelFiles:
+def load_model(
+    directory: Path,
+    *,
+    name: str,
+    context_tokens: int | None = None,
+    parsers: Parsers = ("auto", "auto"),
+) -> ModelFiles:
     """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
     ModelFilesError.
 
-    `context_tokens` overrides the limit in the model's files.
+    `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template.
     """
     tokenizer_path = directory / "tokenizer.json"
     if not tokenizer_path.is_file():
@@ -160,34 +224,54 @@ def load_model(directory: Path, *, name: str, context_tokens: int | None = None)
         token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
     }
 
+    silent_ids = frozenset(special_ids | eos_ids)
+
+    template = _chat_template(directory, tokenizer_config, special_tokens, parsers)
+    dialect = NONE if template is None else template.dialect
+
     return ModelFiles(
         name=name,
         tokenizer=tokenizer,
-        template=_chat_template(directory, tokenizer_config, special_tokens),
+        template=template,
         context_tokens=limit,
         vocab_size=vocab_size,
         eos_ids=frozenset(eos_ids),
-        silent_ids=frozenset(special_ids | eos_ids),
+        silent_ids=silent_ids,
         pieces=TokenBytes(tokenizer),
+        dialect=dialect,
+        markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in dialect.markup()},
     )
 
 
 def _chat_template(
-    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    directory: Path,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    parsers: Parsers,
 ) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens, where=str(path))
+        for_tools = directory / "additional_chat_templates" / "tool_use.jinja"
+        return ChatTemplate(
+            path.read_text(encoding="utf-8"),
+            special_tokens=special_tokens,
+            where=str(path),
+            with_tools=for_tools.read_text(encoding="utf-8") if for_tools.is_file() else None,
+            parsers=parsers,
+        )
     source = tokenizer_config.get("chat_template")
+    with_tools = None
     if isinstance(source, list):  # several named templates
         named = {str(item.get("name")): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
+        source, with_tools = named.get("default"), named.get("tool_use")
     if source is None:
         return None
     where = str(directory / "tokenizer_config.json")
-    if not isinstance(source, str):
+    if not isinstance(source, str) or not isinstance(with_tools, str | None):
         raise ModelFilesError(f"{where}: chat_template must be a text")
-    return ChatTemplate(source, special_tokens=special_tokens, where=where)
+    return ChatTemplate(
+        source, special_tokens=special_tokens, where=where, with_tools=with_tools, parsers=parsers
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

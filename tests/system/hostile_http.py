@@ -221,7 +221,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("model", ("5", '"gpt-5"', '"\\ud800"', "[]", json.dumps("m" * 5000))),
     ("stream", ('"yes"', "1", "[]")),
     ("stream_options", ("[]", '"x"', '{"include_usage": true}')),
-    ("tools", ('[{"type": "function"}]', "5")),
+    ("tools", ('[{"type": "function"}]', "5", '[{"type": "x", "function": {"name": "f"}}]', "[null]")),
     ("logit_bias", ('{"1": 500}', '{"x": 5}', '{"-1": 5}', "[]", '{"1": "x"}', '{"9999999": 1}')),
     (
         "response_format",

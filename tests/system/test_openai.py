@@ -154,9 +154,9 @@ def test_errors_are_the_errors_of_the_package(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=MESSAGES,  # type: ignore[arg-type]
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tools=[{"type": "function", "function": {"name": "f g", "parameters": {}}}],
         )
-    assert tools.value.param == "tools"
+    assert tools.value.param == "tools[0].function.name"
     assert refused.value.request_id is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import grpc
 
@@ -14,10 +15,16 @@ __all__ = ["error_json", "http_status", "retry_headers"]
 FIELD_NAMES = (
     ("sampling.", ""),
     ("messages.messages", "messages"),
+    ("messages.tools", "tools"),
+    ("messages.tool_choice", "tool_choice"),
+    ("messages.template_arguments", "chat_template_kwargs"),
     ("token_ids.ids", "prompt"),
     ("output_format.", "response_format."),
 )
 """Beginnings of our names of fields, with those of OpenAI."""
+
+FUNCTION_FIELD = re.compile(r"(\.tool(?:_call)?s\[\d+\]\.)(name|description|parameters|arguments)")
+"""Fields of a tool or of a call, which OpenAI has in an object `function`."""
 
 STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -66,6 +73,7 @@ def _field_name(name: str) -> str:
     """Return OpenAI's name of one of our fields."""
     if name in ("text", "token_ids"):
         return "prompt"
+    name = FUNCTION_FIELD.sub(r"\1function.\2", name)
     for ours, theirs in FIELD_NAMES:
         if name.startswith(ours):
             return theirs + name[len(ours) :]

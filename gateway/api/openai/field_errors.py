@@ -11,10 +11,22 @@ from pydantic_core import PydanticCustomError
 from gateway.api.openai.values import kind_of, shown
 from laps_sd.errors import InvalidArgument
 
-__all__ = ["FORMAT", "IDS", "PARTS", "SCHEMA", "SEVERAL", "TEXT", "invalid_argument", "refused"]
+__all__ = [
+    "FORMAT",
+    "IDS",
+    "NAME",
+    "OBJECT",
+    "PARTS",
+    "SCHEMA",
+    "SEVERAL",
+    "TEXT",
+    "invalid_argument",
+    "refused",
+]
 
 TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA = "<text>", "<ids>", "<several>", "<parts>", "<format>", "<schema>"
-TAGS = frozenset({TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA})
+NAME, OBJECT = "<name>", "<object>"
+TAGS = frozenset({TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA, NAME, OBJECT})
 """Names of the alternatives of a field, which are part of pydantic's location and of no client's."""
 MAX_NAME_CHARACTERS = 40
 
@@ -31,11 +43,14 @@ EXPECTED = {
 """The kind of value that a type of error expects."""
 EXPECTED_OF_FIELD = {
     "content": "a text or a list of parts",
+    "function": "an object with a name",
     "json_schema": "an object with a schema",
     "messages": "a list of messages",
     "prompt": "a text, token ids, or a list of them",
     "schema": "a JSON schema",
     "stop": "a text or a list of texts",
+    "tool_calls": "a list of calls",
+    "tools": "a list of tools",
 }
 """The kind of value that a field expects which has no simple type, or is required."""
 EXPECTED_TYPES = {PARTS: "text, all that the engine reads", FORMAT: "text, json_object or json_schema"}
@@ -77,7 +92,7 @@ def _sentence(kind: str, location: Sequence[int | str], value: object, context: 
         return f"must be a token id, got {shown(value)}"
     match kind:
         case "literal_error" | "missing" if location[-1] == "type":
-            expected = next(types for tag, types in EXPECTED_TYPES.items() if tag in location)
+            expected = next((types for tag, types in EXPECTED_TYPES.items() if tag in location), "function")
             return f"must be {expected}, got {shown(value)}"
         case "greater_than_equal" | "less_than_equal":
             return "must be a number of ordinary size"

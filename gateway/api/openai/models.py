@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from google.protobuf.descriptor import FieldDescriptor
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model
+from pydantic import Discriminator, Field, Tag, create_model
 
+from gateway.api.openai.base import Model
 from gateway.api.openai.field_errors import FORMAT, PARTS, SCHEMA, TEXT
 from gateway.api.openai.field_types import (
     AtMost,
@@ -30,6 +31,7 @@ from gateway.api.openai.field_types import (
     Unsupported,
 )
 from gateway.api.openai.limits import MAX_ITEMS
+from gateway.api.openai.tools import ChatToolCall, ToolFields
 from laps_sd.v1.inference_pb2 import SamplingParams
 
 __all__ = [
@@ -42,12 +44,6 @@ __all__ = [
     "SchemaFormat",
     "StreamOptions",
 ]
-
-
-class Model(BaseModel):
-    """Strict: a text is no number, and true is none either."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
 
 class TextPart(Model):
@@ -71,13 +67,16 @@ Content = Annotated[
 class Message(Model):
     """A message of a chat."""
 
-    tool_calls: Unsupported = None
     function_call: Unsupported = None
-    tool_call_id: Unsupported = None
     audio: Unsupported = None
     refusal: Unsupported = None
     role: Text
     content: Content | None = None
+    tool_calls: Annotated[list[ChatToolCall], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """vLLM's name of `reasoning_content`."""
 
 
 class NamedSchema(Model):
@@ -165,7 +164,7 @@ class Body(SamplingFields):
     stream_options: StreamOptions | None = None
 
 
-class ChatBody(Body):
+class ChatBody(Body, ToolFields):
     """The body of a chat completion."""
 
     top_logprobs: Count | None = None

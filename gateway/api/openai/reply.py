@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from gateway.api.ends import OPENAI
 from gateway.api.openai.body import Json
+from gateway.api.openai.message import MessageReader, readers_of
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.output import Piece
 from gateway.model.detokenizer import TokenDecoder
+from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
@@ -35,6 +37,8 @@ class _Choice:
     characters: int = 0
     """Characters of the text of the tokens whose log probabilities have been sent."""
     end: inference_pb2.Ended | None = None
+    reader: MessageReader | None = None
+    """Reads calls of tools and reasoning; None: the text is the content."""
     around_text: tuple[str, str] | None = None
     """The event of a text, before and after the text; made for the first one."""
 
@@ -50,6 +54,7 @@ class Reply:
         *,
         created_unix_s: int,
         model: ModelFiles,
+        states: Sequence[State | None] = (),
     ) -> None:
         self._parsed = parsed
         self._files = model
@@ -59,13 +64,19 @@ class Reply:
         self._created = created_unix_s
         self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: parsed.choices_per_prompt])
         self._completion_tokens = 0
-        self._choices = [_Choice() for _ in accepted]
+        self._choices = [
+            _Choice(reader=reader)
+            for reader in readers_of(parsed, model.dialect, states or [None] * len(accepted), model.pieces)
+        ]
         self.id = accepted[0].request_id
         """Request id of the first choice; every other call of LAPS-SD accepts it."""
 
     def add(self, choice: int, piece: Piece) -> None:
         """Add a piece of a choice. Raises the failure of a failed choice."""
         self._add_output(choice, piece)
+        reader = self._choices[choice].reader
+        if reader is not None:
+            reader.deltas(piece.text, piece.token_ids, over=piece.end is not None)
         if piece.end is not None:
             self._add_end(choice, piece.end)
 
@@ -92,7 +103,10 @@ class Reply:
         choices = []
         for index, choice in enumerate(self._choices):
             text = "".join(choice.texts)
-            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            content: Json = {"text": text}
+            if self._chat:
+                plain = {"role": "assistant", "content": text}
+                content = {"message": choice.reader.message() if choice.reader is not None else plain}
             choices.append(
                 {
                     "index": index,
@@ -119,7 +133,12 @@ class Reply:
         """Return the events of a piece, and add it. Raises the failure of a failed choice; then the piece has
         no events."""
         self._add_output(choice, piece)
-        events = self._text_event(choice, piece.text) if piece.text else b""
+        reader = self._choices[choice].reader
+        if reader is not None:
+            deltas = reader.deltas(piece.text, piece.token_ids, over=piece.end is not None)
+            events = b"".join(sse(self._chunk(choice, {"delta": delta}, None)) for delta in deltas)
+        else:
+            events = self._text_event(choice, piece.text) if piece.text else b""
         if piece.end is not None:
             self._add_end(choice, piece.end)
             last: Json = {"delta": {}} if self._chat else {"text": ""}
@@ -233,12 +252,17 @@ class Reply:
 
     def _usage(self) -> Json:
         cached = sum(choice.end.usage.cached_prompt_tokens for choice in self._choices if choice.end)
-        return {
+        usage: Json = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        readers = [choice.reader for choice in self._choices if choice.reader is not None]
+        if readers:
+            reasoning = sum(reader.reasoning_tokens for reader in readers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
     def _metrics(self) -> Json:
         """Return the speculation metrics under vLLM's names, and the times, which vLLM does not have."""
@@ -268,7 +292,9 @@ class Reply:
 
 def _finish(choice: _Choice) -> str | None:
     assert choice.end is not None, "only what has ended has a reason"
-    return OPENAI[end_of_reason(choice.end.finish_reason)]
+    reason = OPENAI[end_of_reason(choice.end.finish_reason)]
+    called = choice.reader is not None and choice.reader.has_calls
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def sse(value: Json) -> bytes:

@@ -1,7 +1,7 @@
 """Bodies of chat completions and completions, as the messages that all protocols share.
 
 Fields that the engine supports are used; fields that merely label a request are accepted and ignored; every
-other field is refused by name, unless its value requests nothing (`null`, `tools: []`, `n: 1` …). An answer
+other field is refused by name, unless its value requests nothing (`null`, `store: false`, `n: 1` …). An answer
 never silently leaves out a requested feature.
 
 The models check only shapes, and numbers of items against the largest possible settings; bounds are those of
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import ValidationError
@@ -28,6 +28,7 @@ from gateway.api.openai.models import (
     SchemaFormat,
     StreamOptions,
 )
+from gateway.api.openai.tools import set_tools, tool_call_message
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
@@ -54,7 +55,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields that the engine does not support, with the values (besides null) that do not request them."""
+"""Fields that the engine does not support (some of them only in completions of text), with the values (besides null) that do not request them."""
 
 IGNORED_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 """Fields that label a request and have no effect on it."""
@@ -83,6 +84,7 @@ class ParsedRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    include_reasoning: bool = True
 
     @property
     def choices_per_prompt(self) -> int:
@@ -105,8 +107,10 @@ def read_chat(body: Json) -> ParsedRequest:
         request.sampling.max_tokens = chat.max_completion_tokens
     request.messages.SetInParent()
     request.messages.messages.extend(map(_message, chat.messages))
+    set_tools(request.messages, chat)
     _check_other_fields(body, ChatBody)
-    return _parsed("chat", chat, [request])
+    parsed = _parsed("chat", chat, [request])
+    return parsed if chat.include_reasoning is not False else replace(parsed, include_reasoning=False)
 
 
 def read_completion(body: Json) -> ParsedRequest:
@@ -216,4 +220,10 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
-    return inference_pb2.ChatMessage(role=ROLES.get(message.role, message.role), content=content or "")
+    return inference_pb2.ChatMessage(
+        role=ROLES.get(message.role, message.role),
+        content=content or "",
+        tool_calls=map(tool_call_message, message.tool_calls or ()),
+        tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+    )

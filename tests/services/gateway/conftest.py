@@ -43,7 +43,13 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return uvloop.EventLoopPolicy()
 
 
-def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:
+def write_model(
+    directory: Path,
+    *,
+    template: str | None = TEMPLATE,
+    context: int = CONTEXT,
+    special: tuple[str, ...] = SPECIAL,
+) -> Path:
     """Write a byte-level BPE tokenizer with a few merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +58,7 @@ def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:
         list(TEXTS) * 5,
         trainers.BpeTrainer(
             vocab_size=320,
-            special_tokens=list(SPECIAL),
+            special_tokens=list(special),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
@@ -63,7 +69,7 @@ def write_model(directory: Path, *, template: str | None = TEMPLATE) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "vocab_size": 320,
         "eos_token_id": tokenizer.token_to_id("<|end|>"),
     }

@@ -756,7 +756,7 @@ class TestARefusal:
         [
             ({"messages": []}, "messages", "must not be empty"),
             ({"messages": "hello"}, "messages", "must be a list"),
-            ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of"),
+            ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "must be one of"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                 "messages[0].content[0].type",
@@ -776,19 +776,7 @@ class TestARefusal:
             ({"stream": 1}, "stream", "true or false"),
             ({"deadline_unix_ms": 1_763_000_000}, "deadline_unix_ms", "must be milliseconds since 1970"),
             ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-            ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-            ({"tool_choice": "required"}, "tool_choice", "not supported"),
-            (
-                {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-                "tool_choice",
-                "not supported",
-            ),
             ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-            (
-                {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
-                "messages[0].tool_calls",
-                "not supported",
-            ),
             (
                 {"response_format": {"type": "json_schema"}},
                 "response_format.json_schema",

@@ -62,9 +62,9 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
         "at most 3, got 4",
     ),
     (
-        messages(("user", "a"), ("tool", "b")),
+        messages(("user", "a"), ("function", "b")),
         "messages.messages[1].role",
-        "system, user, assistant, got 'tool'",
+        "system, user, assistant, tool, got 'function'",
     ),
     (messages(("user", "")), "messages.messages", "with content"),
     (

@@ -1,0 +1,125 @@
+"""The grammar of an output that consists of tool calls, as a model's family writes them. Pure.
+
+The grammars are in llguidance's form of Lark, with the JSON schemas inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from gateway.model.reasoning import Markers, State
+from gateway.model.tool_calls.families import ToolFamily
+from laps_sd.contract.formats import WHITESPACE
+
+__all__ = ["MAX_CALLS", "Token", "Wanted", "grammar"]
+
+MAX_CALLS = 32
+"""Most calls of one constrained output. Our choice: without a limit a model may repeat calls up to max_tokens."""
+
+Token: TypeAlias = Callable[[str], int | None]
+"""Returns the id of a text that is a special token; None for any other text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The outputs that a grammar allows: reasoning, and then calls, or an answer, or either."""
+
+    tools: Sequence[tuple[str, dict[str, Any]]] = ()
+    """Names of the tools, each with the JSON schema of its arguments."""
+    single: bool = False
+    """At most one call."""
+    answer: dict[str, Any] | None = None
+    """The schema of an answer without calls; None: only calls."""
+
+
+def grammar(
+    wanted: Wanted, family: ToolFamily | None, reasoning: tuple[Markers, State] | None, special: Token
+) -> str:
+    """Return the grammar. `special` finds special tokens, which are not text for a tokenizer. `reasoning`: its
+    markers, and where the output begins; None: there is no reasoning."""
+    write = _Writer(special)
+    kinds = []
+    if wanted.tools:
+        assert family is not None, "tools are refused without a family"
+        kinds.append("calls")
+        write.calls(wanted, family)
+    if wanted.answer is not None:
+        kinds.append("answer")
+        write.rule("answer", _json(wanted.answer))
+    start = " | ".join(kinds)
+    if reasoning is not None and reasoning[1] is not State.AFTER:
+        start = f"reasoning blanks? ({start})"
+        write.reasoning(*reasoning)
+    return "\n".join([f"start: {start}", *write.rules]) + "\n"
+
+
+class _Writer:
+    """Collects the rules of a grammar."""
+
+    def __init__(self, special: Token) -> None:
+        self._special = special
+        self.rules: list[str] = []
+
+    def rule(self, name: str, body: str) -> None:
+        self.rules.append(f"{name}: {body}")
+
+    def calls(self, wanted: Wanted, family: ToolFamily) -> None:
+        """Add the rule `calls`."""
+        each = [_call(number, name, schema, family) for number, (name, schema) in enumerate(wanted.tools)]
+        call = each[0] if len(each) == 1 else {"anyOf": each}
+        if family.as_list:
+            most = 1 if wanted.single else MAX_CALLS
+            self.rule("calls", f"{self._markup(family.before)} list")
+            self.rule("list", _json({"type": "array", "items": call, "minItems": 1, "maxItems": most}))
+            return
+        more = "" if wanted.single else f" ({_literal(family.between)} call){{0,{MAX_CALLS - 1}}}"
+        self.rule("calls", f"call{more}")
+        self.rule("call", f"{self._markup(family.before)} object {self._markup(family.after)}")
+        self.rule("object", _json(call))
+
+    def reasoning(self, markers: Markers, state: State) -> None:
+        """Add the rules `reasoning` and `blanks`."""
+        end = self._special(markers.end)
+        if end is None:
+            thoughts = "thoughts"
+            self.rules.append(f"thoughts[suffix={_literal(markers.end)}]: /(?s:.*)/")
+        else:
+            thoughts = f"/(?s:.*)/ <[{end}]>"
+        begun = state is State.INSIDE
+        self.rule("reasoning", thoughts if begun else f"({self._markup(markers.begin)} {thoughts})?")
+        self.rule("blanks", "/[ \\n]{1,4}/")
+
+    def _markup(self, text: str) -> str:
+        """Return markup as the symbols of a rule: a special token, or text, and text around it."""
+        marker = text.strip("\n")
+        token = self._special(marker) if marker else None
+        if token is None:
+            return _literal(text) if text else ""
+        before, after = text.split(marker)
+        return " ".join(filter(None, (_literal(before), f"<[{token}]>", _literal(after))))
+
+
+def _call(number: int, name: str, schema: dict[str, Any], family: ToolFamily) -> dict[str, Any]:
+    """Return the schema of a call of one tool."""
+    # A schema's references are relative to its id; with one of its own they lead to its own definitions.
+    arguments = {"$id": f"urn:tool:{number}", **schema}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, family.arguments_key: arguments},
+        "required": ["name", family.arguments_key],
+        "additionalProperties": False,
+    }
+
+
+def _json(schema: dict[str, Any]) -> str:
+    options = schema.get("x-guidance", {})
+    if isinstance(options, dict):  # any other is refused when the format is judged
+        schema = {**schema, "x-guidance": {**options, **WHITESPACE}}
+    return f"%json {json.dumps(schema)}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
