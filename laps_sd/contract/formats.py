@@ -16,13 +16,15 @@ from typing import Any
 
 from laps_sd.contract.limits import MAX_FORMAT_CHARACTERS
 
-__all__ = ["first_line", "matcher_of"]
+__all__ = ["ONE_LINE", "WHITESPACE", "first_line", "matcher_of"]
 
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 """Whitespace between the parts of JSON (our choice).
 
 The bound is enough to indent, and keeps an output from filling the rest of max_tokens with blanks.
 """
+ONE_LINE = {"whitespace_pattern": " "}
+"""Whitespace in JSON on one line, as models write calls of tools: one blank at most."""
 MAX_SAID = 200
 """Most characters of an error about a format: it may quote the whole format, and headers carry the status."""
 
@@ -108,7 +110,8 @@ def _schema_problem(schema: Any) -> str:
         return "must be a JSON schema: an object, or true"
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if not isinstance(options, dict) or not all(
-        isinstance(value, bool) or (name, value) in WHITESPACE.items() for name, value in options.items()
+        isinstance(value, bool) or (name, value) in (*WHITESPACE.items(), *ONE_LINE.items())
+        for name, value in options.items()
     ):
         return "must hold nothing but true and false in x-guidance"
     level: list[Any] = [schema]

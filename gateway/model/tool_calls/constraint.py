@@ -12,12 +12,15 @@ from typing import Any, TypeAlias
 
 from gateway.model.reasoning import Markers, State
 from gateway.model.tool_calls.families import ToolFamily
-from laps_sd.contract.formats import WHITESPACE
+from laps_sd.contract.formats import ONE_LINE, WHITESPACE
 
 __all__ = ["MAX_CALLS", "Token", "Wanted", "grammar"]
 
 MAX_CALLS = 32
 """Most calls of one constrained output. Our choice: without a limit a model may repeat calls up to max_tokens."""
+
+OPENING = frozenset({"$ref", "additionalProperties", "patternProperties", "unevaluatedProperties"})
+"""Keywords of a schema that decide themselves about further properties."""
 
 Token: TypeAlias = Callable[[str], int | None]
 """Returns the id of a text that is a special token; None for any other text."""
@@ -48,7 +51,7 @@ def grammar(
         write.calls(wanted, family)
     if wanted.answer is not None:
         kinds.append("answer")
-        write.rule("answer", _json(wanted.answer))
+        write.rule("answer", _json(wanted.answer, WHITESPACE))
     start = " | ".join(kinds)
     if reasoning is not None and reasoning[1] is not State.AFTER:
         start = f"reasoning blanks? ({start})"
@@ -105,7 +108,7 @@ class _Writer:
 def _call(number: int, name: str, schema: dict[str, Any], family: ToolFamily) -> dict[str, Any]:
     """Return the schema of a call of one tool."""
     # A schema's references are relative to its id; with one of its own they lead to its own definitions.
-    arguments = {"$id": f"urn:tool:{number}", **schema}
+    arguments = {"$id": f"urn:tool:{number}", **closed(schema)}
     return {
         "type": "object",
         "properties": {"name": {"const": name}, family.arguments_key: arguments},
@@ -114,10 +117,44 @@ def _call(number: int, name: str, schema: dict[str, Any], family: ToolFamily) ->
     }
 
 
-def _json(schema: dict[str, Any]) -> str:
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of arguments without properties that it does not name, unless it mentions others itself.
+
+    JSON schema allows any other property by default, and a model that is free to invent some may never end. A schema
+    that combines others by `allOf` stays open, because closed parts exclude each other.
+    """
+    return schema if _mentions(schema, "allOf") else _closed(schema)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    made = dict(schema)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(inner := schema.get(key), dict):
+            made[key] = {name: _closed_if_schema(value) for name, value in inner.items()}
+    for key in ("items", "additionalProperties"):
+        made |= {key: _closed_if_schema(schema[key])} if key in schema else {}
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(several := schema.get(key), list):
+            made[key] = [_closed_if_schema(value) for value in several]
+    if isinstance(schema.get("properties"), dict) and OPENING.isdisjoint(schema):
+        made["additionalProperties"] = False
+    return made
+
+
+def _closed_if_schema(value: Any) -> Any:
+    return _closed(value) if isinstance(value, dict) else value
+
+
+def _mentions(value: Any, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_mentions(inner, key) for inner in value.values())
+    return isinstance(value, list) and any(_mentions(inner, key) for inner in value)
+
+
+def _json(schema: dict[str, Any], whitespace: dict[str, str] = ONE_LINE) -> str:
     options = schema.get("x-guidance", {})
     if isinstance(options, dict):  # any other is refused when the format is judged
-        schema = {**schema, "x-guidance": {**options, **WHITESPACE}}
+        schema = {**schema, "x-guidance": {**options, **whitespace}}
     return f"%json {json.dumps(schema)}"
 
 

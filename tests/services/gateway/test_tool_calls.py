@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.model.tool_calls.constraint import closed
 from gateway.model.tool_calls.families import FAMILIES, family_of
 from gateway.model.tool_calls.reader import MAX_DEPTH, Arguments, Broken, Call, Done, Event, Text
 
@@ -282,3 +283,29 @@ def _ids(names: Sequence[str]) -> set[str]:
 
 def test_ids_differ() -> None:
     assert len(_ids(FORMS)) == 50 * len(FORMS)
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (OPEN, OPEN | {"additionalProperties": False}),
+        (OPEN | {"additionalProperties": True}, OPEN | {"additionalProperties": True}),
+        ({"type": "object"}, {"type": "object"}),
+        (
+            {"items": OPEN, "anyOf": [OPEN, True], "$defs": {"properties": OPEN}},
+            {
+                "items": OPEN | {"additionalProperties": False},
+                "anyOf": [OPEN | {"additionalProperties": False}, True],
+                "$defs": {"properties": OPEN | {"additionalProperties": False}},
+            },
+        ),
+        ({"allOf": [OPEN, OPEN]}, {"allOf": [OPEN, OPEN]}),
+    ],
+)
+def test_arguments_have_no_properties_that_their_schema_does_not_mention(
+    schema: dict[str, object], expected: dict[str, object]
+) -> None:
+    assert closed(schema) == expected
