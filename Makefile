@@ -53,6 +53,16 @@ guidellm: setup ## Install GuideLLM for its test, beside what .venv has (320 MB)
 	  rm -rf $(VENV)/guidellm && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	    --target $(VENV)/guidellm -r tests/system/guidellm.txt && cp tests/system/guidellm.txt $(VENV)/guidellm; }
 
+# Two environments, since the packages need different versions of openai.
+CLIENTS := $(VENV)/clients
+$(CLIENTS)/%/.installed: tests/clients/%.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+.PHONY: clients
+clients: setup $(CLIENTS)/agents/.installed $(CLIENTS)/llamaindex/.installed ## Make .venv/clients with LangChain, instructor, the OpenAI Agents SDK and LlamaIndex, for their tests (0.9 GB)
+
 # vLLM's requirements exclude those of .venv, so it has an environment of its own. torchvision of PyPI does not import beside a CPU
 # build of torch, and no text model needs it.
 VLLM := $(VENV)/vllm

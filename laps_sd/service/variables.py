@@ -100,6 +100,7 @@ KNOWN = frozenset(
         "LAPS_SD_STREAM_BUFFER_TOKENS",
         "LAPS_SD_TARGET",
         "LAPS_SD_TENANT_FAIRNESS",
+        "LAPS_SD_TEST_CLIENTS",
         "LAPS_SD_TEST_DEVICE",
         "LAPS_SD_TEST_VLLM_PYTHON",
         "LAPS_SD_THREADS",

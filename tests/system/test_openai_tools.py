@@ -1,0 +1,122 @@
+"""Tools by the official `openai` package, against a stack with the shipped model pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from laps_sd.stack.local import LocalStack
+
+MODEL = "laps-sd-demo"
+ASK: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    city: Literal["Oslo", "Rome"]
+    days: int = Field(ge=1, le=9)
+
+
+class Search(BaseModel):
+    """Finds pages."""
+
+    words: list[Literal["rain", "snow"]] = Field(min_length=1, max_length=2)
+
+
+TOOLS: list[Any] = [
+    openai.pydantic_function_tool(Weather, name="weather"),
+    openai.pydantic_function_tool(Search, name="search"),
+]
+MODELS: dict[str, type[BaseModel]] = {"weather": Weather, "search": Search}
+
+
+@pytest.fixture
+def client(demo_stack: LocalStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=demo_stack.http_url, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_required_calls_follow_the_schemas_of_their_tools(client: openai.OpenAI, seed: int) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed
+    )
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls or []
+
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert call.type == "function"
+    MODELS[call.function.name].model_validate_json(call.function.arguments)
+
+
+def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.parse(
+        model=MODEL,
+        messages=ASK,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "search"}},
+        seed=1,
+    )
+    (call,) = completion.choices[0].message.tool_calls or []
+
+    assert isinstance(call.function.parsed_arguments, Search)
+
+
+def test_a_stream_has_the_call_of_the_whole_answer(client: openai.OpenAI) -> None:
+    wanted: dict[str, Any] = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "seed": 4}
+    whole = client.chat.completions.create(model=MODEL, **wanted)
+    with client.chat.completions.stream(model=MODEL, **wanted) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_completion()
+
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert streamed.choices[0].finish_reason == "tool_calls"
+    assert calls_of(streamed) == calls_of(whole)
+
+
+def calls_of(completion: Any) -> list[tuple[str, Any]]:
+    calls = completion.choices[0].message.tool_calls
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def test_each_of_several_answers_has_calls_with_ids_of_their_own(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, n=3, seed=1
+    )
+    calls = [call for choice in answer.choices for call in choice.message.tool_calls or []]
+
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({call.id for call in calls}) == len(calls) == 3
+
+
+def test_a_conversation_continues_with_the_result_of_a_call(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(
+        model=MODEL, messages=ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=1
+    )
+    message = first.choices[0].message
+    assert message.tool_calls
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains."}
+    second = client.chat.completions.create(
+        model=MODEL, messages=[*ASK, message, result], tools=TOOLS, tool_choice="none", max_tokens=20, seed=1
+    )
+
+    assert second.choices[0].message.content
+    assert second.usage and first.usage
+    assert second.usage.prompt_tokens > len(ASK)
+    assert second.choices[0].message.tool_calls is None
+
+
+def test_without_a_choice_the_model_decides(client: openai.OpenAI) -> None:
+    """The shipped model has not learned to call tools."""
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=20, seed=1)
+
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason in ("stop", "length")
