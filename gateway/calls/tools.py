@@ -251,16 +251,19 @@ def output_format_of(
 
 def _wanted(request: inference_pb2.GenerateRequest, *, reasons: bool) -> Wanted | None:
     """Return the outputs that need a grammar of our own; None if the request's own format is enough."""
-    choice = request.messages.tool_choice
-    answer = _answer_schema(request.output_format)
-    tools = [(tool.name, _parameters(tool)) for tool in offered_tools(request.messages)]
+    choice, tools = request.messages.tool_choice, offered_tools(request.messages)
+    answer = None
     if tools and choice.mode == Mode.MODE_REQUIRED:
-        if choice.name:
-            tools = [(name, schema) for name, schema in tools if name == choice.name]
-        return Wanted(tools, single=choice.single or bool(choice.name))
-    if answer is None or not (tools or reasons):
-        return None
-    return Wanted(tools, single=choice.single, answer=answer)
+        tools = [tool for tool in tools if choice.name in ("", tool.name)]
+    else:
+        answer = _answer_schema(request.output_format) if tools or reasons else None
+        if answer is None:
+            return None
+    return Wanted(
+        [(tool.name, _parameters(tool)) for tool in tools],
+        single=choice.single or bool(choice.name),
+        answer=answer,
+    )
 
 
 def _answer_schema(wanted: inference_pb2.OutputFormat) -> dict[str, Any] | None:

@@ -136,7 +136,7 @@ class Reply:
         reader = self._choices[choice].reader
         if reader is not None:
             deltas = reader.deltas(piece.text, piece.token_ids, over=piece.end is not None)
-            events = b"".join(sse(self._chunk(choice, {"delta": delta}, None)) for delta in deltas)
+            events = b"".join(self._delta_event(choice, delta) for delta in deltas)
         else:
             events = self._text_event(choice, piece.text) if piece.text else b""
         if piece.end is not None:
@@ -157,6 +157,12 @@ class Reply:
                 "metrics": self._metrics(),
             }
         )
+
+    def _delta_event(self, index: int, delta: Json) -> bytes:
+        """Return the event of a delta of a message."""
+        if "content" in delta and not self._parsed.continuous_usage:
+            return self._text_event(index, delta["content"])
+        return sse(self._chunk(index, {"delta": delta}, None))
 
     def _text_event(self, index: int, text: str) -> bytes:
         """Return the event of a text: most of what a gateway sends. Only the text and the usage change from one
