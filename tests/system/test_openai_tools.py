@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -17,14 +19,14 @@ ASK: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 class Weather(BaseModel):
-    """Tells the weather."""
+    """Return the weather."""
 
     city: Literal["Oslo", "Rome"]
     days: int = Field(ge=1, le=9)
 
 
 class Search(BaseModel):
-    """Finds pages."""
+    """Find pages."""
 
     words: list[Literal["rain", "snow"]] = Field(min_length=1, max_length=2)
 
@@ -120,3 +122,13 @@ def test_without_a_choice_the_model_decides(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_the_program_of_the_page_runs(demo_stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "tools.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    exec(program.replace("http://127.0.0.1:8000/v1", demo_stack.http_url), {})
+    first, *answer = capsys.readouterr().out.splitlines()
+    assert first in ("weather {'city': 'Oslo'}", "weather {'city': 'Rome'}")
+    assert answer
