@@ -116,7 +116,7 @@ def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash) -> 
 
 def _marks(request: inference_pb2.GenerateRequest) -> Iterator[str]:
     """Yield what else in a request shows the length of its output, each as one word: its length limit by powers
-    of 2, its format, how far a chat has got, and which instructions begin it.
+    of 2, its format, whether it may call tools, how far a chat has got, and which instructions begin it.
     """
     if request.sampling.HasField("max_tokens"):
         yield f"most {request.sampling.max_tokens.bit_length()}"
@@ -124,6 +124,8 @@ def _marks(request: inference_pb2.GenerateRequest) -> Iterator[str]:
     if kind is not None:
         yield f"format {kind}"
     messages = request.messages.messages
+    if request.messages.tools:
+        yield f"tools {request.messages.tool_choice.mode}"
     if messages:
         yield f"messages {len(messages).bit_length()}"
         if messages[0].role == "system":
