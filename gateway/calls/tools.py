@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from gateway.model.bounded_json import decode_text, is_few
+from gateway.model.dialect import Dialect
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from gateway.model.tool_calls.constraint import Wanted, grammar
@@ -25,6 +26,7 @@ __all__ = [
     "MAX_TOOLS",
     "characters_of",
     "check_tools",
+    "is_single",
     "offered_tools",
     "output_format_of",
     "template_tools",
@@ -52,6 +54,11 @@ Chat: TypeAlias = inference_pb2.ChatMessages
 def offered_tools(chat: Chat) -> Sequence[inference_pb2.Tool]:
     """Return the tools that an answer may call."""
     return () if chat.tool_choice.mode == Mode.MODE_NONE else chat.tools
+
+
+def is_single(chat: Chat, dialect: Dialect) -> bool:
+    """Return whether an answer has one call at most: because the request or the chat template has no place for more."""
+    return chat.tool_choice.single or dialect.single_call
 
 
 def characters_of(chat: Chat) -> int:
@@ -208,10 +215,8 @@ def template_tools(chat: Chat) -> list[dict[str, Any]]:
     """Return the offered tools in the form that chat templates read."""
     tools = []
     for tool in offered_tools(chat):
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description:
-            function["description"] = tool.description
-        function["parameters"] = _parameters(tool)
+        # All keys are there, and in the order of OpenAI's pages: templates join the texts.
+        function = {"name": tool.name, "description": tool.description, "parameters": _parameters(tool)}
         tools.append({"type": "function", "function": function})
     return tools
 
@@ -230,10 +235,14 @@ def output_format_of(
     `state`: where the output begins, if its reasoning will be read. `judged`: in a form that needs no tokenizer, for the
     check whether it can be used.
     """
-    wanted = _wanted(request, reasons=state is not None and state is not State.AFTER)
+    dialect = model.dialect
+    wanted = _wanted(
+        request,
+        single=is_single(request.messages, dialect),
+        reasons=state is not None and state is not State.AFTER,
+    )
     if wanted is None:
         return None
-    dialect = model.dialect
     reasoning = None if dialect.reasoning is None or state is None else (dialect.reasoning, state)
 
     def special(text: str) -> int | None:
@@ -249,7 +258,7 @@ def output_format_of(
     return inference_pb2.OutputFormat(grammar=text)
 
 
-def _wanted(request: inference_pb2.GenerateRequest, *, reasons: bool) -> Wanted | None:
+def _wanted(request: inference_pb2.GenerateRequest, *, single: bool, reasons: bool) -> Wanted | None:
     """Return the outputs that need a grammar of our own; None if the request's own format is enough."""
     choice, tools = request.messages.tool_choice, offered_tools(request.messages)
     answer = None
@@ -261,7 +270,7 @@ def _wanted(request: inference_pb2.GenerateRequest, *, reasons: bool) -> Wanted 
             return None
     return Wanted(
         [(tool.name, _parameters(tool)) for tool in tools],
-        single=choice.single or bool(choice.name),
+        single=single or bool(choice.name),
         answer=answer,
     )
 

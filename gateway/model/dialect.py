@@ -24,6 +24,8 @@ class Dialect:
     """None: calls are not read, and no request may have tools."""
     reasoning: Markers | None
     """None: the model writes no reasoning, or it is part of the answer."""
+    single_call: bool = False
+    """The chat template refuses messages with more than one call."""
 
     def markup(self) -> Iterator[str]:
         """Yield the markup that a tokenizer may have as special tokens, which otherwise have no text."""
@@ -41,4 +43,5 @@ def dialect_of(template: str, tool_parser: ToolParser, reasoning_parser: Reasoni
     return Dialect(
         family_of(template) if tool_parser == "auto" else FAMILIES.get(tool_parser),
         markers_of(template) if reasoning_parser == "auto" else REASONING.get(reasoning_parser),
+        single_call="single tool-call" in template,
     )

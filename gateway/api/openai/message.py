@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gateway.api.openai.body import Json
 from gateway.api.openai.request import ParsedRequest
-from gateway.calls.tools import offered_tools
+from gateway.calls.tools import is_single, offered_tools
 from gateway.model.dialect import Dialect
 from gateway.model.reasoning import Answer, Reasoning, ReasoningReader, State
 from gateway.model.token_bytes import TokenBytes
@@ -23,17 +23,21 @@ __all__ = ["MessageReader", "readers_of"]
 
 
 def readers_of(
-    parsed: ParsedRequest, dialect: Dialect, states: Sequence[State | None], pieces: TokenBytes
+    parsed: ParsedRequest,
+    dialect: Dialect,
+    states: Sequence[State | None],
+    pieces: TokenBytes,
+    request_ids: Sequence[str],
 ) -> list[MessageReader | None]:
     """Return the reader of each choice; None for a choice whose text is its content as it is."""
     if parsed.kind != "chat":
-        return [None] * len(states)
+        return [None] * len(request_ids)
     chat = parsed.requests[0].messages
     tools = {tool.name for tool in offered_tools(chat)}
     family = dialect.tools if tools else None
     fixed = parsed.requests[0].output_format.WhichOneof("format") in ("regex", "grammar")
     readers: list[MessageReader | None] = []
-    for state in states:
+    for state, request_id in zip(states, request_ids, strict=True):
         reasoning = None
         if dialect.reasoning is not None and state is not None and not fixed:
             reasoning = ReasoningReader(dialect.reasoning, state)
@@ -46,7 +50,8 @@ def readers_of(
                     tools,
                     reasoning,
                     pieces,
-                    single=chat.tool_choice.single,
+                    request_id=request_id,
+                    single=is_single(chat, dialect),
                     shows_reasoning=parsed.include_reasoning,
                 )
             )
@@ -72,11 +77,13 @@ class MessageReader:
         reasoning: ReasoningReader | None,
         pieces: TokenBytes,
         *,
+        request_id: str,
         single: bool,
         shows_reasoning: bool,
     ) -> None:
         self._calls_of = None if family is None else family.reader(tools)
-        self._new_id = None if family is None else family.new_id
+        self._family = family
+        self._request_id = request_id
         self._reasoning_of = reasoning
         self._pieces = pieces
         self._single = single
@@ -166,8 +173,9 @@ class MessageReader:
                 case Call(index, name):
                     if self._single and self._complete:
                         continue  # the request allows one call
-                    assert self._new_id is not None, "calls have a family"
-                    call = self._calls[index] = _ReadCall(self._new_id(), name)
+                    assert self._family is not None, "calls have a family"
+                    call = _ReadCall(self._family.id_of(self._request_id, index), name)
+                    self._calls[index] = call
                     self._places[index] = len(self._places)
                     yield _tool_call(
                         self._places[index],

@@ -64,10 +64,9 @@ class Reply:
         self._created = created_unix_s
         self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: parsed.choices_per_prompt])
         self._completion_tokens = 0
-        self._choices = [
-            _Choice(reader=reader)
-            for reader in readers_of(parsed, model.dialect, states or [None] * len(accepted), model.pieces)
-        ]
+        ids = [one.request_id for one in accepted]
+        readers = readers_of(parsed, model.dialect, states or [None] * len(ids), model.pieces, ids)
+        self._choices = [_Choice(reader=reader) for reader in readers]
         self.id = accepted[0].request_id
         """Request id of the first choice; every other call of LAPS-SD accepts it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -33,13 +33,16 @@ class ToolFamily:
     as_list: bool = False
     """Several calls are one JSON list."""
     between: str = ""
-    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
-    """Makes the id of a call."""
+    short_ids: bool = False
+    """Ids of calls are nine letters and digits: the templates of Mistral's models refuse others."""
 
-
-def _short_id() -> str:
-    """Return nine letters and digits: the templates of Mistral's models refuse other ids."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    def id_of(self, request_id: str, index: int) -> str:
+        """Return the id of a call of a request: the same whenever the output is read again."""
+        digest = hashlib.sha256(f"{request_id} {index}".encode())
+        if not self.short_ids:
+            return f"call_{digest.hexdigest()[:24]}"
+        number, letters = int.from_bytes(digest.digest()), string.ascii_letters + string.digits
+        return "".join(letters[number // len(letters) ** place % len(letters)] for place in range(9))
 
 
 FAMILIES: Mapping[str, ToolFamily] = {
@@ -62,7 +65,7 @@ FAMILIES: Mapping[str, ToolFamily] = {
             markers=(mistral.BEGIN, mistral.ARGS, mistral.CALL_ID),
             before=mistral.BEGIN,
             as_list=True,
-            new_id=_short_id,
+            short_ids=True,
         ),
         ToolFamily("json", PlainReader, as_list=True),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -273,16 +273,18 @@ def test_the_family_is_the_one_whose_markup_the_template_mentions(template: str,
 
 
 def test_ids_have_the_form_that_the_templates_of_a_family_accept() -> None:
-    assert FAMILIES["mistral"].new_id().isalnum() and len(FAMILIES["mistral"].new_id()) == 9
-    assert FAMILIES["hermes"].new_id().startswith("call_")
+    short = FAMILIES["mistral"].id_of("s0.abc", 0)
+
+    assert short.isalnum() and len(short) == 9
+    assert FAMILIES["hermes"].id_of("s0.abc", 0).startswith("call_")
 
 
-def _ids(names: Sequence[str]) -> set[str]:
-    return {FAMILIES[name].new_id() for name in names for _ in range(50)}
+@pytest.mark.parametrize("family", FORMS)
+def test_the_ids_of_calls_differ_and_stay_the_same(family: str) -> None:
+    ids = [FAMILIES[family].id_of(request, index) for request in ("a", "b") for index in range(20)]
 
-
-def test_ids_differ() -> None:
-    assert len(_ids(FORMS)) == 50 * len(FORMS)
+    assert len(set(ids)) == 40
+    assert FAMILIES[family].id_of("a", 0) == ids[0]
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -13,8 +13,9 @@ import pytest
 from llguidance import LLTokenizer
 
 from gateway.calls.tools import MAX_SCHEMA_DEPTH, MAX_TOOLS
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.tokenizer import ChatTemplate, ModelFiles, load_model
 from laps_sd.contract.formats import matcher_of
+from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, Tool
 from laps_sd.v1.inference_pb2 import ToolChoice as Choice
@@ -143,11 +144,30 @@ class TestTheModelSees:
 
         head, shown = text.split("assistant:(Hm.)")
         assert json.dumps({"type": "function", "function": function}) in head
-        assert '"name": "now", "parameters": {"type": "object", "properties": {}' in head
+        assert '"name": "now", "description": "", "parameters": {"type": "object", "properties": {}' in head
         assert shown == (
             '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>\ntool:rain of weather\n'
             "assistant:high"
         )
+
+    def test_what_transformers_renders(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(Path(demo_target_dir()) / "tokenizer.json")
+        )
+        messages = [ASK, {"role": "tool", "tool_call_id": "a", "content": "Köln <b>"}]
+        arguments = {"enable_thinking": False, "reasoning_effort": "low"}
+
+        for tools in ([], [WEATHER, NOW]):
+            rendered = ChatTemplate(QWEN, special_tokens={}, where="here").render(messages, tools, arguments)
+            assert rendered == tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                chat_template=QWEN,
+                tokenize=False,
+                add_generation_prompt=True,
+                **arguments,
+            )
 
     async def test_no_tools_that_it_must_not_call(self, serve_template: Any) -> None:
         served = await serve_template(QWEN)
@@ -325,6 +345,26 @@ class TestAnAnswerMayHave:
 
         assert len(put_together(parts)["tool_calls"]) == 1
         assert put_together(parts)["content"] == ""
+
+    async def test_one_call_where_the_template_refuses_more(self, serve_template: Any) -> None:
+        served = await serve_template(LLAMA + "{# This model only supports single tool-calls at once! #}")
+        (choice,) = (await answer(served, CHAT, f"{LLAMA_OSLO}; {LLAMA_OSLO}"))["choices"]
+
+        assert len(choice["message"]["tool_calls"]) == 1
+
+    async def test_the_same_calls_when_a_key_finds_it_again(self, serve_template: Any) -> None:
+        served = await serve_template(QWEN)
+        headers = {"Idempotency-Key": "k"}
+        call = asyncio.create_task(served.post("/v1/chat/completions", CHAT, headers=headers))
+        await served.finished(f"<tool_call>{OSLO}</tool_call>")
+        (_, _, first), (_, _, again) = (
+            await call,
+            await served.post("/v1/chat/completions", CHAT, headers=headers),
+        )
+
+        assert again["choices"] == first["choices"]
+        status, _, _ = await served.post("/v1/chat/completions", CHAT | {"tools": [NOW]}, headers=headers)
+        assert status == 409
 
     async def test_a_format_or_calls(self, serve_template: Any) -> None:
         served = await serve_template(QWEN)
