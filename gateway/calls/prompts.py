@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gateway.calls.tools import template_tools
-from gateway.model.bounded_json import decode_text
+from gateway.model.bounded_json import decode_text, is_flat
 from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
@@ -20,6 +20,8 @@ LONG_PROMPTS_AT_ONCE = 2
 takes some hundred MiB."""
 
 
+MAX_DEPTH = 128
+"""Most levels of the arguments of an earlier call that a template gets as an object."""
 SYSTEM_CHARACTERS = 1000
 """Characters of the instructions at the beginning of a chat by which they are recognised. Our choice."""
 
@@ -93,12 +95,13 @@ def _messages_of(chat: inference_pb2.ChatMessages) -> Iterator[dict[str, Any]]:
 
 
 def _arguments(call: inference_pb2.ToolCall) -> Any:
-    """Return the arguments of an earlier call; those that are not an object stay a text, as the model wrote them."""
+    """Return the arguments of an earlier call; those that are not an object, or nest so deeply that a template could
+    fail over them, stay a text, as the model wrote them."""
     try:
         value = decode_text(call.arguments) if call.arguments else {}
     except ValueError:
         return call.arguments
-    return value if isinstance(value, dict) else call.arguments
+    return value if isinstance(value, dict) and is_flat(value, MAX_DEPTH) else call.arguments
 
 
 def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash) -> list[int]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from gateway.model.bounded_json import decode_text, is_few
+from gateway.model.bounded_json import decode_text, is_few, is_flat
 from gateway.model.dialect import Dialect
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
@@ -22,7 +22,7 @@ from laps_sd.v1 import inference_pb2
 
 __all__ = [
     "MAX_ARGUMENT_CHARACTERS",
-    "MAX_SCHEMA_DEPTH",
+    "MAX_DEPTH",
     "MAX_TOOLS",
     "characters_of",
     "check_tools",
@@ -39,8 +39,9 @@ NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_ID_CHARACTERS = 128
 MAX_CALLS = 128
 """Most calls of one message."""
-MAX_SCHEMA_DEPTH = 48
-"""Most levels of a tool's schema: fewer than a format may have, which holds it in levels of its own."""
+MAX_DEPTH = 48
+"""Most levels of a tool's schema and of a template's variables: fewer than a format may have, which holds a schema in
+levels of its own."""
 MAX_ARGUMENT_CHARACTERS = 16_384
 """Most characters of the further variables of a chat template."""
 
@@ -161,20 +162,6 @@ def _check_schema(field: str, text: str) -> None:
     schema = _object(field, text)
     if schema.get("type", "object") != "object":
         raise InvalidArgument(field, 'must be the schema of an object: its type must be "object"')
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [inner for value in level for inner in _inner(value)]
-        if not level:
-            return
-    raise InvalidArgument(field, f"must nest at most {MAX_SCHEMA_DEPTH} levels")
-
-
-def _inner(value: Any) -> Iterator[Any]:
-    match value:
-        case dict():
-            yield from value.values()
-        case list():
-            yield from value
 
 
 def _object(field: str, text: str) -> dict[str, Any]:
@@ -187,6 +174,8 @@ def _object(field: str, text: str) -> dict[str, Any]:
         raise InvalidArgument(field, f"must be JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidArgument(field, "must be a JSON object")
+    if not is_flat(value, MAX_DEPTH):
+        raise InvalidArgument(field, f"must nest at most {MAX_DEPTH} levels")
     return value
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
-__all__ = ["decode", "decode_text", "is_few"]
+__all__ = ["decode", "decode_text", "is_few", "is_flat"]
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 """A string of JSON. An unterminated string matches too, so that it is scanned only once."""
@@ -34,7 +35,29 @@ def decode_text(text: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("it must be valid Unicode") from None
+        except RecursionError:
+            raise ValueError("it nests too deeply") from None
     return value
+
+
+def is_flat(value: Any, max_levels: int) -> bool:
+    """Return whether a value nests at most `max_levels` lists and objects in each other."""
+    level = [value]
+    for _ in range(max_levels + 1):
+        level = [inner for each in level for inner in _inner(each)]
+        if not level:
+            return True
+    return False
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    match value:
+        case dict():
+            return value.values()
+        case list():
+            return value
+        case _:
+            return ()
 
 
 def _few(raw: bytes, max_fields: int, max_values: int) -> bool:

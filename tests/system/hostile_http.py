@@ -200,6 +200,12 @@ BODIES: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "hi", "max_tokens": 2, "top_p": 0.9, "stop": ["\n\n"]},
 }
 
+SCHEMAS = [
+    hostile
+    for name, hostile in HOSTILE.items()
+    if hostile[0][0] == "json_schema" and name != "a blank of its own"  # means nothing inside a schema
+]
+
 REFUSED_FIELD = {"tools": ["x"]}
 """Fields in damaged bodies, so that an input that survives the damage seldom runs."""
 
@@ -238,6 +244,44 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """A field, and values in JSON."""
 ONLY_CHAT: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "tools",
+        (
+            '[{"type": "function", "function": {"name": "a b"}}]',
+            '[{"type": "function", "function": {"name": "\\ud800"}}]',
+            '[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]',
+            '[{"type": "function", "function": {"name": "f", "parameters": {"title": "\\ud800"}}}]',
+            '[{"type": "function", "function": {"name": "f", "parameters": '
+            + '{"items":' * 60
+            + "{}"
+            + "}" * 60
+            + "}}]",
+            json.dumps([{"type": "function", "function": {"name": "f"}}] * 2),
+            json.dumps([{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]),
+            "[" + "5," * 5000 + "5]",
+        ),
+    ),
+    (
+        "tool_choice",
+        ('"any"', '"required"', "5", "[]", "{}", '{"type": "function", "function": {"name": "f"}}'),
+    ),
+    ("parallel_tool_calls", ('"x"', "5", "[]")),
+    ("chat_template_kwargs", ("5", '"x"', '{"messages": 1}', '{"a b": 1}', '{"a": "\\ud800"}')),
+    ("chat_template_kwargs", (json.dumps({"a": "x" * 20_000}), '{"a": ' + "[" * 900 + "]" * 900 + "}")),
+    ("reasoning_effort", ("5", "[]", '"\\ud800"')),
+    (
+        "messages[0]",
+        (
+            '[{"role": "tool", "content": "x"}]',
+            '[{"role": "user", "content": "x", "tool_call_id": "a"}]',
+            '[{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]',
+            '[{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": ""}}]}]',
+            '[{"role": "assistant", "content": "x", "tool_calls": [5]}]',
+            json.dumps(
+                [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}] * 129}]
+            ),
+        ),
+    ),
     (
         "messages",
         ("5", '"hi"', "{}", "true", "[]", "[5]", '["hi"]', "[[]]", "[null]", json.dumps([[]] * 60_000)),
@@ -474,9 +518,10 @@ class Generator:
             self._place,
             self._no_http,
             self._hostile_format,
+            self._hostile_tool,
         )
         for number in range(count):
-            maker = self._rng.choices(makers, (30, 24, 12, 8, 8, 6, 12, 2))[0]
+            maker = self._rng.choices(makers, (30, 24, 12, 8, 8, 6, 12, 2, 2))[0]
             yield self._large() if number % 500 == 250 else maker()
 
     def _path(self) -> str:
@@ -509,10 +554,31 @@ class Generator:
             param="response_format",
         )
 
+    def _hostile_tool(self) -> Input:
+        (_, schema), _ = self._rng.choice(SCHEMAS)
+        tools = (
+            '[{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": '
+            + schema
+            + "}}}}]"
+        )
+        fields = {key: json.dumps(given) for key, given in BODIES[CHAT].items()}
+        fields |= {"tools": tools, "tool_choice": '"required"'}
+        body = "{" + ", ".join(f"{json.dumps(key)}: {given}" for key, given in fields.items()) + "}"
+        return Input("hostile tool", request(CHAT, body.encode()), frozenset({400}))
+
     def _random(self) -> Input:
         path, rng = self._path(), self._rng
         body = dict(BODIES[path])
-        names = [*body, *(name for name, _ in OUT_OF_BOUNDS), "user", "metadata", "echo", "suffix"]
+        names = [
+            *body,
+            *(name for name, _ in OUT_OF_BOUNDS),
+            "user",
+            "metadata",
+            "echo",
+            "suffix",
+            "tool_choice",
+            "chat_template_kwargs",
+        ]
         for _ in range(rng.choice((1, 1, 2, 5))):
             body[rng.choice(names)] = random_json(rng, 0)
         # allow_nan: values outside JSON are a part of it.

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.field_errors import NAME, OBJECT, refused
 from gateway.api.openai.field_types import AtMost, Text
 from gateway.api.openai.values import kind_of, shown
+from gateway.model.bounded_json import is_flat
 from laps_sd.v1 import inference_pb2
 
 __all__ = ["ChatToolCall", "Tool", "ToolChoice", "ToolFields", "set_tools", "tool_call_message"]
 
-MAX_TOOLS = 4096
-"""Larger than any limit of `gateway.calls.tools`, which gets the same message from every protocol."""
+MAX_TOOLS, MAX_LEVELS = 4096, 64
+"""Larger than the limits of `gateway.calls.tools`, which gets the same message from every protocol."""
 
 Mode = inference_pb2.ToolChoice.Mode
 MODES = {"auto": Mode.MODE_AUTO, "none": Mode.MODE_NONE, "required": Mode.MODE_REQUIRED}
@@ -31,12 +32,22 @@ def _function(value: object) -> object:
 FunctionType = Annotated[Literal["function"], BeforeValidator(_function)]
 
 
+def _check_levels(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what nests so deeply that it could not be written as JSON again."""
+    if not is_flat(value, MAX_LEVELS):
+        raise refused(f"must nest at most {MAX_LEVELS} levels")
+    return value
+
+
+Nested = Annotated[dict[str, Any], AfterValidator(_check_levels)]
+
+
 class Function(Model):
     """A function that an answer may call. `strict` has no effect: required calls always follow their schema."""
 
     name: Text
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Nested | None = None
     strict: bool | None = None
 
 
@@ -104,7 +115,7 @@ class ToolFields(Model):
     tools: Annotated[list[Tool], Field(fail_fast=True), AtMost(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_object_of_arguments)] | None = None
+    chat_template_kwargs: Annotated[Nested, BeforeValidator(_object_of_arguments)] | None = None
     reasoning_effort: Text | None = None
     include_reasoning: bool | None = None
 

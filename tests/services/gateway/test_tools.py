@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from llguidance import LLTokenizer
 
-from gateway.calls.tools import MAX_SCHEMA_DEPTH, MAX_TOOLS
+from gateway.calls.tools import MAX_DEPTH, MAX_TOOLS
 from gateway.model.tokenizer import ChatTemplate, ModelFiles, load_model
 from laps_sd.contract.formats import matcher_of
 from laps_sd.service.model_dir import demo_target_dir
@@ -484,7 +484,7 @@ def tool(**changes: Any) -> dict[str, Any]:
         (tool(name="f" * 65), "tools[0].function.name", "1 to 64"),
         (tool(parameters=[]), "tools[0].function.parameters", "must be an object"),
         (tool(parameters={"type": "string"}), "tools[0].function.parameters", 'must be "object"'),
-        (tool(parameters=deep(30)), "tools[0].function.parameters", f"at most {MAX_SCHEMA_DEPTH} levels"),
+        (tool(parameters=deep(30)), "tools[0].function.parameters", f"at most {MAX_DEPTH} levels"),
         (tool(parameters={"title": "\ud800"}), "tools[0].function.parameters", "Unicode"),
         (tool(parameters={"title": "x" * 70_000}), "tools[0].function.parameters", "at most 65536 characters"),
         ({"tools": [NOW, NOW]}, "tools[1].function.name", "must be given once"),
