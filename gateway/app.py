@@ -16,6 +16,7 @@ from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from laps_sd.errors import StartupError
 from laps_sd.service.interceptor import OPEN_METHODS
+from laps_sd.service.log import get_logger
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.serving import ServiceApp
@@ -25,6 +26,8 @@ from laps_sd.v1 import (
     open_inference_pb2,
     open_inference_pb2_grpc,
 )
+
+log = get_logger(__name__)
 
 HEALTH_EVERY_S = 0.25
 """Maximum age of the readiness in the gRPC health service, in seconds. A leader sends the state of its shard
@@ -124,7 +127,7 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
             "LAPS_SD_TOKENIZER_DIR must name the directory with the target model's tokenizer.json."
         )
     try:
-        return load_model(
+        model = load_model(
             directory,
             name=settings.model,
             context_tokens=settings.context_tokens,
@@ -132,6 +135,14 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
         )
     except ModelFilesError as error:
         raise StartupError(f"The model {settings.model!r} cannot be served: {error}.") from error
+    if model.template is not None:
+        tools, reasoning = model.dialect.tools, model.dialect.reasoning
+        log.info(
+            "markup that is read in chats",
+            tools="none" if tools is None else tools.name,
+            reasoning="none" if reasoning is None else reasoning.begin,
+        )
+    return model
 
 
 async def serve(settings: GatewaySettings) -> None:

@@ -12,6 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from gateway.model.tokenizer import load_model
+from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.stack.local import LocalStack
 
 MODEL = "laps-sd-demo"
@@ -113,6 +115,26 @@ def test_a_conversation_continues_with_the_result_of_a_call(client: openai.OpenA
     assert second.usage and first.usage
     assert second.usage.prompt_tokens > len(ASK)
     assert second.choices[0].message.tool_calls is None
+
+
+def test_calls_that_the_model_chooses_by_itself_are_read(client: openai.OpenAI) -> None:
+    """The format leaves it the choice between an answer and calls, and the bias makes it begin a list of calls."""
+    begin = load_model(demo_target_dir(), name=MODEL).tokenizer.token_to_id("[")
+    wanted: dict[str, Any] = {
+        "messages": ASK,
+        "tools": TOOLS,
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_object"},
+        "max_tokens": 200,
+        "seed": 1,
+    }
+    called = client.chat.completions.create(model=MODEL, logit_bias={str(begin): 100}, **wanted)
+    answered = client.chat.completions.create(model=MODEL, logit_bias={str(begin): -100}, **wanted)
+
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert calls_of(called)[0][0] in MODELS
+    assert answered.choices[0].message.content and answered.choices[0].message.tool_calls is None
+    assert answered.choices[0].message.content.lstrip().startswith("{")
 
 
 def test_without_a_choice_the_model_decides(client: openai.OpenAI) -> None:
