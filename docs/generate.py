@@ -40,7 +40,12 @@ SERVICES: tuple[tuple[str, str, type[config.Settings], ModuleType], ...] = (
     ("Worker", "worker", WorkerSettings, worker_svc.metrics),
 )
 GENERATED = "<!-- Written by docs/generate.py from the code. Change the code, then run it again. -->"
-OF_A_CHECKOUT = ("LAPS_SD_BENCH_DATA", "LAPS_SD_TEST_CLIENTS", "LAPS_SD_TEST_DEVICE", "LAPS_SD_TEST_VLLM_PYTHON")
+OF_A_CHECKOUT = (
+    "LAPS_SD_BENCH_DATA",
+    "LAPS_SD_TEST_CLIENTS",
+    "LAPS_SD_TEST_DEVICE",
+    "LAPS_SD_TEST_VLLM_PYTHON",
+)
 """Variables that only `bench/` and `tests/` read."""
 USUAL_BUCKETS = {tuple(map(float, SECONDS)): "seconds", tuple(map(float, TOKENS)): "tokens"}
 
