@@ -45,7 +45,9 @@ OTHERS = (
     "time_limit_ms",
     "workload_class",
 )
-TAKEN = tuple(sorted((*OTHERS, *(name for name in SAMPLING_FIELDS if name != "logit_bias"))))
+NO_PARAMETERS = ("allowed_token_ids", "bad_words_ids", "logit_bias", "stop_token_ids")
+"""Sampling parameters whose values no parameter of this protocol can hold."""
+TAKEN = tuple(sorted((*OTHERS, *(name for name in SAMPLING_FIELDS if name not in NO_PARAMETERS))))
 """The fields of a completion that a parameter can hold."""
 
 

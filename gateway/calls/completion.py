@@ -6,9 +6,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from gateway.calls.bad_words import sequences_of
 from gateway.calls.validation import SpeculationMode, prompt_too_long
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
+from laps_sd.contract.limits import MAX_BAD_WORD_TOKENS
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.specifications import set_sampling
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
@@ -50,7 +52,17 @@ def complete(
         top_p=1.0,
         seed=fallback_seed,
     )
+    if not sampling.HasField("max_tokens"):
+        filled_in.max_tokens = min(
+            max(filled_in.max_tokens, sampling.min_tokens), left, settings.max_output_tokens
+        )
     filled_in.MergeFrom(sampling)
+    if filled_in.min_tokens > filled_in.max_tokens:
+        raise InvalidArgument(
+            "sampling.min_tokens",
+            f"must be at most max_tokens, {filled_in.max_tokens}, got {filled_in.min_tokens}",
+        )
+    _set_bad_words(filled_in, model)
     # Fields of a later release, which nothing here has checked.
     filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
     filled_in.seed = (filled_in.seed + choice) % 2**64
@@ -81,6 +93,19 @@ def complete(
     if request.HasField("expected_output_tokens"):
         submit.expected_output_tokens = request.expected_output_tokens
     return submit
+
+
+def _set_bad_words(sampling: inference_pb2.SamplingParams, model: ModelFiles) -> None:
+    """Turn the bad words that are texts into token ids, which is the form that workers take."""
+    given = {tuple(word.ids) for word in sampling.bad_words_ids}
+    for ids in sequences_of(sampling.bad_words, model):
+        if len(ids) > MAX_BAD_WORD_TOKENS:
+            raise InvalidArgument(
+                "sampling.bad_words", f"must be texts of at most {MAX_BAD_WORD_TOKENS} tokens, got {len(ids)}"
+            )
+        if ids not in given:
+            sampling.bad_words_ids.add(ids=ids)
+    del sampling.bad_words[:]
 
 
 def body_hash(request: inference_pb2.GenerateRequest) -> bytes:

@@ -12,10 +12,11 @@ from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.errors import DeadlineExceeded
 from laps_sd.service.ends import FINISH_REASONS, end_of_kind
+from laps_sd.service.specifications import skips_special_tokens
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Output", "Piece", "accepted_event"]
+__all__ = ["Output", "Piece", "accepted_event", "silent_ids"]
 
 
 @dataclass(slots=True)
@@ -59,10 +60,13 @@ class Output:
         """`shown_ids` are special tokens that have text."""
         self._acceptance = acceptance
         self._start_token = cursor.next_token if cursor is not None else 0
+        text = acceptance.text or inference_pb2.SamplingParams()
         self._text = Detokenizer(
             model.decode,
             stop=acceptance.stop,
-            silent_ids=model.silent_ids - shown_ids,
+            min_tokens=text.min_tokens,
+            included=text.include_stop_str_in_output,
+            silent_ids=silent_ids(text, model) - shown_ids,
             joins=model.pieces.joins,
             start_offset=cursor.text_offset if cursor is not None else 0,
         )
@@ -104,6 +108,16 @@ class Output:
             timing=end.timing if end.HasField("timing") else None,
             request_id=self._acceptance.request_id,
         )
+
+
+def silent_ids(sampling: inference_pb2.SamplingParams, model: ModelFiles) -> frozenset[int]:
+    """Return the tokens that have no text in the output of a request: special ones, unless they are wanted, and
+    those that end it, unless they are to be included."""
+    skipped = model.silent_ids if skips_special_tokens(sampling) else frozenset()
+    if sampling.include_stop_str_in_output:
+        return skipped
+    ends = frozenset(sampling.stop_token_ids)
+    return skipped | ends if sampling.ignore_eos else skipped | ends | model.eos_ids
 
 
 def _speculation(summary: inference_pb2.SpeculationSummary) -> inference_pb2.SpeculationSummary:

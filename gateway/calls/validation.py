@@ -17,11 +17,17 @@ from gateway.calls.tools import characters_of, check_tools
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_IDS,
     MAX_BIAS,
     MAX_FORMAT_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
 )
 from laps_sd.contract.sampling import BOUNDS
 from laps_sd.errors import InvalidArgument
@@ -204,11 +210,43 @@ def _check_sampling(
         raise InvalidArgument(
             "sampling.stop", f"must be at most {MAX_STOP_STRINGS} texts, got {len(sampling.stop)}"
         )
+    _check_token_lists(sampling, model)
     for index, stop in enumerate(sampling.stop):
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidArgument(
                 f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(stop)}"
             )
+
+
+def _check_token_lists(sampling: inference_pb2.SamplingParams, model: ModelFiles) -> None:
+    """Check what names tokens that end the output, or that it may not, or may only, contain."""
+    words = sampling.bad_words_ids
+    for name, values, most, things in (
+        ("stop_token_ids", sampling.stop_token_ids, MAX_STOP_TOKENS, "token ids"),
+        ("allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS, "token ids"),
+        ("bad_words", sampling.bad_words, MAX_BAD_WORDS, "texts"),
+        ("bad_words_ids", words, MAX_BAD_WORDS_IDS - 2 * MAX_BAD_WORDS, "lists"),
+    ):
+        if len(values) > most:
+            raise InvalidArgument(f"sampling.{name}", f"must be at most {most} {things}, got {len(values)}")
+    check_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, model)
+    for index, word in enumerate(words):
+        if not 1 <= len(word.ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidArgument(
+                f"sampling.bad_words_ids[{index}]",
+                f"must have 1 to {MAX_BAD_WORD_TOKENS} token ids, got {len(word.ids)}",
+            )
+        check_ids(f"sampling.bad_words_ids[{index}]", word.ids, model)
+    for index, text in enumerate(sampling.bad_words):
+        if not text.strip() or len(text) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidArgument(
+                f"sampling.bad_words[{index}]",
+                f"must have 1 to {MAX_BAD_WORD_CHARACTERS} characters that are not all blanks, got {len(text)}",
+            )
+    single = {word.ids[0] for word in words if len(word.ids) == 1}
+    if sampling.allowed_token_ids and single.issuperset(sampling.allowed_token_ids):
+        raise InvalidArgument("sampling.allowed_token_ids", "must hold a token that is no bad word")
 
 
 def _check_speculation(speculation: inference_pb2.Speculation, settings: GatewaySettings) -> None:

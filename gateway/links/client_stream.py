@@ -26,6 +26,8 @@ class Accepted:
     stop: tuple[str, ...]
     attached: bool  # True if the request existed before
     model: str
+    # The parameters, besides `stop`, that decide how tokens become text; None: all at their default.
+    text: inference_pb2.SamplingParams | None = None
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from gateway.links.client_stream import Accepted, Batch, ClientStream, Message
 from gateway.links.refusals import PASSING_REASONS, refusal_error
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
-from laps_sd.service.specifications import sampling_of
+from laps_sd.service.specifications import sampling_of, text_parameters
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
@@ -286,6 +286,7 @@ class Streams:
             stop=tuple(sampling.stop),
             attached=existing,
             model=submit.model,
+            text=_text_of(sampling),
         )
         stream.notify()
 
@@ -299,6 +300,7 @@ class Streams:
             stop=tuple(filter(None, reply.stop)),
             attached=True,
             model=reply.model,
+            text=_text_of(reply.text),
         )
         stream.notify()
 
@@ -389,3 +391,12 @@ def _attach_event(reply: link_pb2.AttachReply, *, can_restore: bool) -> StreamEv
             return StreamEvent.LOST if can_restore else StreamEvent.MISSING_YET
         case _:
             return StreamEvent.UNAVAILABLE
+
+
+_DEFAULT_TEXT = text_parameters(inference_pb2.SamplingParams())
+
+
+def _text_of(sampling: inference_pb2.SamplingParams) -> inference_pb2.SamplingParams | None:
+    """Return the parameters that decide how tokens become text; None if all are at their default."""
+    text = text_parameters(sampling)
+    return None if text == _DEFAULT_TEXT else text

@@ -5,7 +5,8 @@ Terms:
 * T(n)    the text of the first n output tokens: `decode(ids[:n])` without the replacement characters at its
           end, which are bytes that may still become a character. T(n) is a prefix of T(n + 1).
 * shown   the longest prefix of T(n) that no later token can change: it ends before the first stop string in
-          T(n), and before the longest end of T(n) that could still grow into one.
+          T(n), and before the longest end of T(n) that could still grow into one. A stop string within
+          T(min_tokens) does not count.
 
 Both are functions of the tokens alone, not of how they arrived. So a cursor (next token, characters shown)
 means the same at every gateway, and text resumed at a cursor continues exactly.
@@ -76,7 +77,7 @@ class Detokenizer:
     """The displayable text of one output, as its tokens arrive.
 
     `start_offset` is the text offset of the cursor that a client resumes from; text before it is not returned
-    again.
+    again. `included`: the stop string that ends the output is part of it.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Detokenizer:
         decode: Decode,
         *,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        included: bool = False,
         silent_ids: AbstractSet[int] = frozenset(),
         joins: bool = False,
         start_offset: int = 0,
@@ -93,6 +96,9 @@ class Detokenizer:
         self._held = ""  # T(n) after what is shown
         self._shown = 0  # characters
         self._start_offset = start_offset
+        self._included = included
+        self._immune_tokens = min_tokens if stop else 0  # those of the first `min_tokens` that are to come
+        self._immune = 0  # characters of the held text within T(min_tokens)
 
     @property
     def text_offset(self) -> int:
@@ -103,6 +109,11 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """Add the next tokens of the output; return the text that can be shown now and could not be shown
         before."""
+        if self._immune_tokens:
+            early, ids = ids[: self._immune_tokens], ids[self._immune_tokens :]
+            self._immune_tokens -= len(early)
+            self._held += self._decoder.feed(early)
+            self._immune = len(self._held)
         grown = self._decoder.feed(ids)
         if not self._stop and self._shown >= self._start_offset:  # most outputs: nothing is held back
             self._shown += len(grown)
@@ -114,15 +125,16 @@ class Detokenizer:
         """End the output. Return the text that was held back, without the last `cut_characters` characters of
         the whole text.
 
-        A stop string never appears, even if the end message did not cut it. Incomplete characters at the very
-        end have no text.
+        A stop string never appears unless it is to be included, even if the end message did not cut it. Incomplete
+        characters at the very end have no text.
         """
         end = max(0, len(self._held) - cut_characters)
         self._held = self._held[:end]
-        return self._show(min(self._first_stop(), len(self._held)))
+        return self._show(end if self._included else min(self._first_stop(), end))
 
     def _show(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
+        self._immune = max(0, self._immune - count)
         known = min(count, max(0, self._start_offset - self._shown))
         self._shown += count
         return text[known:]
@@ -130,7 +142,12 @@ class Detokenizer:
     def _first_stop(self) -> int:
         """Return the index of the first stop string in the held text; the length of the held text if there is
         none."""
-        found = [position for position in map(self._held.find, self._stop) if position >= 0]
+        immune = self._immune
+        found = [
+            position
+            for stop in self._stop
+            if (position := self._held.find(stop, max(0, immune - len(stop) + 1) if immune else 0)) >= 0
+        ]
         return min(found, default=len(self._held))
 
     def _first_unsettled(self) -> int:

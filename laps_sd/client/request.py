@@ -48,6 +48,13 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    bad_words: str | Sequence[str]
+    bad_words_ids: Sequence[Sequence[int]]
+    allowed_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
 
 
 class Options(SamplingOptions, total=False):
@@ -80,8 +87,11 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
     values = {
         name: value for name, value in options.items() if name in SamplingParams.DESCRIPTOR.fields_by_name
     }
-    if isinstance(values.get("stop"), str):
-        values["stop"] = [values["stop"]]
+    for name in ("stop", "bad_words"):
+        if isinstance(values.get(name), str):
+            values[name] = [values[name]]
+    if "bad_words_ids" in options:
+        values["bad_words_ids"] = [TokenIds(ids=word) for word in options["bad_words_ids"]]
     sampling = SamplingParams(**values)  # type: ignore[arg-type]
     time_limit_s = options.get("time_limit_s")
     deadline = options.get("deadline")

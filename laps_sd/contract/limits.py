@@ -16,6 +16,18 @@ MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 """Largest amount of the bias of a token, as in OpenAI's API."""
 MAX_TOP_K = 2**31 - 1
+MAX_MIN_TOKENS = 2**31 - 1
+MAX_STOP_TOKENS = 64
+"""Most token ids that end an output."""
+MAX_BAD_WORDS = 128
+"""Most texts that an output may not contain."""
+MAX_BAD_WORDS_IDS = 2 * MAX_BAD_WORDS + 128
+"""Most token sequences that an output may not contain. A text makes up to two."""
+MAX_BAD_WORD_TOKENS = 64
+"""Most tokens of one of these sequences."""
+MAX_BAD_WORD_CHARACTERS = 64
+MAX_ALLOWED_TOKENS = 1024
+"""Most tokens that an output is limited to."""
 MAX_SEED = 2**64 - 1
 MAX_FORMAT_CHARACTERS = 65536
 """Most characters of a schema, a regular expression or a grammar."""
@@ -30,6 +42,10 @@ later version, which an upgrade may start before the scheduler, may raise a limi
 """
 RECORDED_STOP_STRINGS = LENIENCE * MAX_STOP_STRINGS
 RECORDED_LOGIT_BIAS = LENIENCE * MAX_LOGIT_BIAS
+RECORDED_STOP_TOKENS = LENIENCE * MAX_STOP_TOKENS
+RECORDED_BAD_WORDS = LENIENCE * MAX_BAD_WORDS_IDS
+RECORDED_BAD_WORD_TOKENS = LENIENCE * MAX_BAD_WORD_TOKENS
+RECORDED_ALLOWED_TOKENS = LENIENCE * MAX_ALLOWED_TOKENS
 RECORDED_LOGPROBS = LENIENCE * MAX_LOGPROBS
 RECORDED_FORMAT_BYTES = LENIENCE * 2 * MAX_FORMAT_CHARACTERS
 """Twice the longest format in UTF-8, whose characters take at most 4 bytes."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, get_args, get_type_hints
 
 from laps_sd.contract.limits import (
+    MAX_MIN_TOKENS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_SEED,
@@ -54,8 +55,9 @@ def _text(bound: float) -> str:
 class Sampling:
     """Settings of the target's choice of a token.
 
-    They apply in this order: tokens that the output format excludes are removed; logit_bias is added;
-    repetition, frequency and presence penalty; temperature; top_k; of the rest the tokens that both top_p and
+    They apply in this order: tokens that the output format excludes are removed, then those that
+    allowed_token_ids, min_tokens and bad_words_ids exclude, each of these only where tokens remain; logit_bias
+    is added; repetition, frequency and presence penalty; temperature; top_k; of the rest the tokens that both top_p and
     min_p keep; argmax(log p + noise).
     """
 
@@ -77,6 +79,12 @@ class Sampling:
     frequency_penalty: Annotated[float, Bounds(-MAX_PENALTY, MAX_PENALTY)] = 0.0
     # (token id, what is added to its logit).
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # Output tokens before which no token is chosen that would end the output; 0 = off.
+    min_tokens: Annotated[int, Bounds(0, MAX_MIN_TOKENS)] = 0
+    # Token sequences that the output may not contain. The prompt does not count.
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    # The only tokens that are chosen; () = all.
+    allowed_token_ids: tuple[int, ...] = ()
 
     @property
     def penalises(self) -> bool:

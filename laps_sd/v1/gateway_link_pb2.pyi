@@ -763,6 +763,7 @@ class AttachReply(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     SUBMISSION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
     result: Global___AttachReply.Result.ValueType
     prompt_tokens: _builtins.int
@@ -778,6 +779,12 @@ class AttachReply(_message.Message):
         Only for an unfinished request, and only if the Attach wants it. Remaining times are as of this message.
         """
 
+    @_builtins.property
+    def text(self) -> _inference_pb2.SamplingParams:
+        """Those sampling parameters that decide how tokens become text: min_tokens, stop_token_ids, ignore_eos,
+        include_stop_str_in_output, skip_special_tokens. Absent: the scheduler is of an earlier release, and all are at their default.
+        """
+
     def __init__(
         self,
         *,
@@ -788,10 +795,11 @@ class AttachReply(_message.Message):
         model: _builtins.str = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         submission: Global___Submit | None = ...,
+        text: _inference_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["submission", b"submission"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["submission", b"submission", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "model", b"model", "prompt_tokens", b"prompt_tokens", "result", b"result", "seed", b"seed", "stop", b"stop", "submission", b"submission"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "model", b"model", "prompt_tokens", b"prompt_tokens", "result", b"result", "seed", b"seed", "stop", b"stop", "submission", b"submission", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

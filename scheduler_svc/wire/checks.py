@@ -82,6 +82,21 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         raise InvalidArgument(
             "specification.sampling.logit_bias", f"must have at most {limits.RECORDED_LOGIT_BIAS} entries"
         )
+    for name, most in (
+        ("stop_token_ids", limits.RECORDED_STOP_TOKENS),
+        ("bad_words", limits.RECORDED_BAD_WORDS),
+        ("bad_words_ids", limits.RECORDED_BAD_WORDS),
+        ("allowed_token_ids", limits.RECORDED_ALLOWED_TOKENS),
+    ):
+        if len(getattr(sampling, name)) > most:
+            raise InvalidArgument(f"specification.sampling.{name}", f"must have at most {most} entries")
+    for word in sampling.bad_words:
+        _bounded("specification.sampling.bad_words", word)
+    if any(len(word.ids) > limits.RECORDED_BAD_WORD_TOKENS for word in sampling.bad_words_ids):
+        raise InvalidArgument(
+            "specification.sampling.bad_words_ids",
+            f"must hold lists of at most {limits.RECORDED_BAD_WORD_TOKENS} token ids",
+        )
     if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
         raise InvalidArgument(
             "specification.output_format", f"must have at most {limits.RECORDED_FORMAT_BYTES} bytes"

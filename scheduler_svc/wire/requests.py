@@ -153,7 +153,8 @@ def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -
 def _runs_to_limit(specification: Specification) -> bool:
     sampling = sampling_of(specification)
     # An output format may end before the limit.
-    return sampling.ignore_eos and not sampling.stop and not specification.HasField("output_format")
+    ends = sampling.stop or sampling.stop_token_ids or specification.HasField("output_format")
+    return sampling.ignore_eos and not ends
 
 
 def accepted_before(stored: StoredRequest) -> AcceptedRequest:

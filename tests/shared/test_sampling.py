@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from gateway.api.open_inference import TAKEN
+from gateway.api.open_inference import NO_PARAMETERS, TAKEN
 from gateway.api.openai.models import ChatBody, CompletionBody
 from gateway.api.openai.request import read_completion
 from laps_sd.client.request import SamplingOptions, make_request
@@ -15,7 +15,7 @@ from laps_sd.contract.choose import Residency
 from laps_sd.contract.sampling import BOUNDS, Sampling
 from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1.gateway_link_pb2 import Specification, Submit
-from laps_sd.v1.inference_pb2 import SamplingParams
+from laps_sd.v1.inference_pb2 import SamplingParams, TokenIds
 from scheduler_svc.store.records import Standing, StoredRequest
 from scheduler_svc.wire.gateway_messages import submission_of
 from scheduler_svc.wire.requests import accepted_before, new_request
@@ -37,9 +37,31 @@ EVERYTHING = SamplingParams(
     presence_penalty=-0.5,
     frequency_penalty=0.5,
     logit_bias={9: -1.0, 3: 2.0},
+    min_tokens=3,
+    stop_token_ids=[8, 6],
+    bad_words=["c"],
+    bad_words_ids=[TokenIds(ids=[4, 5]), TokenIds(ids=[7])],
+    allowed_token_ids=[1, 2],
+    include_stop_str_in_output=True,
+    skip_special_tokens=False,
 )
+OF_THE_GATEWAY = {"bad_words"}
+"""Parameters that a gateway turns into others."""
+OF_THE_SPECIFICATION = {
+    "max_tokens",
+    "stop",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+}
+"""Those that end an output or make text of it, and choose no tokens."""
 
 
+WITH_IDS_ONLY = SamplingParams()
+"""The same without the fields that no worker gets."""
+WITH_IDS_ONLY.CopyFrom(EVERYTHING)
+WITH_IDS_ONLY.ClearField("bad_words")
 BEFORE = SamplingParams()
 """The same without the fields that the release before does not have."""
 BEFORE.CopyFrom(EVERYTHING)
@@ -60,7 +82,7 @@ def test_the_example_has_every_field() -> None:
 
 
 def test_the_engine_has_every_parameter_that_chooses_tokens() -> None:
-    assert {field.name for field in fields(Sampling)} == NAMES - {"max_tokens", "stop", "ignore_eos"}
+    assert {field.name for field in fields(Sampling)} == NAMES - OF_THE_SPECIFICATION - OF_THE_GATEWAY
 
 
 def test_every_number_of_the_engine_has_bounds() -> None:
@@ -74,7 +96,7 @@ def test_every_protocol_has_every_parameter() -> None:
     assert get_type_hints(SamplingOptions).keys() == NAMES
     assert ChatBody.model_fields.keys() >= NAMES
     assert CompletionBody.model_fields.keys() >= NAMES
-    assert set(TAKEN) >= NAMES - {"logit_bias"}
+    assert set(TAKEN) >= NAMES.difference(NO_PARAMETERS)
     for name in NAMES:
         assert [part for part in get_args(ChatBody.model_fields[name].annotation) if part is not type(None)]
 
@@ -82,6 +104,8 @@ def test_every_protocol_has_every_parameter() -> None:
 def test_a_body_and_the_options_of_a_client_make_the_same_message() -> None:
     values = {name: getattr(EVERYTHING, name) for name in NAMES}
     values |= {"stop": ["a", "b"], "logit_bias": {9: -1.0, 3: 2.0}}
+    values |= {"bad_words": ["c"], "bad_words_ids": [[4, 5], [7]]}
+    values |= {"stop_token_ids": [8, 6], "allowed_token_ids": [1, 2]}
     body = values | {"prompt": "x", "logit_bias": {"9": -1.0, "3": 2.0}}
 
     assert read_completion(body).requests[0].sampling == EVERYTHING
@@ -125,6 +149,11 @@ def test_a_worker_gives_back_what_it_got(form: str) -> None:
     wire, sampling = in_form(form)
     engine = specification(wire)
     assert engine.sampling.logit_bias == ((3, 2.0), (9, -1.0))
+    if form == "message":
+        assert engine.sampling.bad_words_ids == ((4, 5), (7,))
+        assert engine.sampling.allowed_token_ids == (1, 2)
+        assert engine.stop_token_ids == (8, 6)
+        assert (engine.include_stop_str_in_output, engine.skip_special_tokens) == (True, False)
     for name in BOUNDS:
         given = sampling.HasField(name)  # type: ignore[arg-type]
         assert getattr(engine.sampling, name) == getattr(sampling if given else Sampling(), name)
@@ -135,7 +164,7 @@ def test_a_worker_gives_back_what_it_got(form: str) -> None:
     back = offered.specification.sampling
     assert {name: getattr(back, name) for name in FLAT} == {name: getattr(sampling, name) for name in FLAT}
     if form == "message":
-        assert back == EVERYTHING
+        assert back == WITH_IDS_ONLY
     offered.specification.ClearField("sampling")
     assert sampling_of(offered.specification) == BEFORE
 

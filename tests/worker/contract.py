@@ -73,6 +73,14 @@ WRONG: list[tuple[Callable[[Capacity], dict[str, Any]], str]] = [
         lambda _: {"sampling": Sampling(logit_bias=((1, 101.0),))},
         "sampling.logit_bias must be from -100 to 100",
     ),
+    (lambda _: {"sampling": Sampling(min_tokens=13)}, "sampling.min_tokens must be at most max_tokens"),
+    (lambda c: {"stop_token_ids": (c.vocab_size,)}, "stop_token_ids must name token ids"),
+    (lambda _: {"stop_token_ids": (1,) * 65}, "stop_token_ids holds 65 entries, at most 64"),
+    (lambda _: {"sampling": Sampling(bad_words_ids=((),))}, "sampling.bad_words_ids must hold lists of 1 to"),
+    (
+        lambda c: {"sampling": Sampling(allowed_token_ids=(c.vocab_size,))},
+        "sampling.allowed_token_ids must name token ids",
+    ),
     (lambda _: {"logprobs": 65}, "logprobs must be from 0 to 64"),
     (lambda _: {"stop": ("",)}, "stop strings must have 1 to"),
     (lambda _: {"stop": ("x",) * 17}, "stop holds 17 strings"),
@@ -290,6 +298,54 @@ class EngineContract:
             assert len(output["a"]) == max_tokens
             assert last["a"].finish is End.LENGTH
             assert all(report.position + report.drafted < max_tokens for report in reports)
+
+    def test_a_stop_token_ends_the_text(self, make: Make) -> None:
+        """It is the last token reported, wherever in a block of accepted tokens it comes."""
+        whole = finish_all(make(), [spec(max_tokens=30)])[0]["a"]
+        for token in dict.fromkeys(whole[3:9]):
+            output, last, _ = finish_all(make(), [spec(max_tokens=30, stop_token_ids=(token,))])
+            assert output["a"] == whole[: whole.index(token) + 1]
+            assert last["a"].finish is End.STOP
+
+    @pytest.mark.parametrize("cap", [0, None])
+    def test_restrictions_hold_at_every_position(self, make: Make, cap: int | None) -> None:
+        """Also from committed tokens on, which another worker made."""
+        whole = finish_all(make(), [spec(max_tokens=24)])[0]["a"]
+        stop = whole[1]
+        sampling = Sampling(0.8, seed=3, min_tokens=9, bad_words_ids=((whole[3],), tuple(whole[4:6])))
+        one = spec(max_tokens=24, max_draft_len=cap, sampling=sampling, stop_token_ids=(stop,))
+        output, last, _ = finish_all(make(), [one])
+        tokens = output["a"]
+        assert stop not in tokens[:9]
+        assert len(tokens) == 24 or (len(tokens) > 9 and tokens[-1] == stop)
+        assert whole[3] not in tokens
+        assert list(whole[4:6]) not in [tokens[at : at + 2] for at in range(len(tokens))]
+        again, end, _ = finish_all(make(), [replace(one, committed_ids=tuple(tokens[:7]))])
+        assert (again["a"], end["a"].finish) == (tokens, last["a"].finish)
+
+    def test_only_allowed_tokens_are_chosen(self, make: Make) -> None:
+        allowed = (7, 20, 33)
+        sampling = Sampling(0.8, seed=3, allowed_token_ids=allowed)
+        output, *_ = finish_all(make(), [spec(sampling=sampling)])
+        assert set(output["a"]) <= set(allowed)
+
+    def test_a_stop_string_does_not_count_before_min_tokens(self, make: Make) -> None:
+        whole = finish_all(make(), [spec(max_tokens=30)])[0]["a"]
+        stop = decode(whole[2:4])
+        sampling = Sampling(0.8, seed=3, min_tokens=10)
+        output, last, _ = finish_all(make(), [spec(max_tokens=30, sampling=sampling, stop=(stop, "w"))])
+        assert output["a"] == whole[:11]
+        assert last["a"].finish is End.STOP_SEQUENCE
+
+    def test_an_included_stop_string_stays(self, make: Make) -> None:
+        whole = finish_all(make(), [spec(max_tokens=30)])[0]["a"]
+        text = decode(whole)
+        stop = text[9:14]
+        output, last, _ = finish_all(
+            make(), [spec(max_tokens=30, stop=(stop,), include_stop_str_in_output=True)]
+        )
+        seen = decode(output["a"])
+        assert seen[: len(seen) - last["a"].cut_characters] == text[: text.find(stop) + len(stop)]
 
     def test_a_stop_string_ends_the_text(self, make: Make) -> None:
         """Text is cut where the first stop string begins; tokens up to the one that completes it are

@@ -21,13 +21,26 @@ MARGIN = 1e-4  # below this, two arithmetics may disagree about which token is b
 
 
 def adjusted(
-    logits: torch.Tensor, spec: Specification, output: list[int], allowed: Allowed | None
+    logits: torch.Tensor,
+    spec: Specification,
+    output: list[int],
+    allowed: Allowed | None,
+    eos_ids: AbstractSet[int] = frozenset(),
 ) -> torch.Tensor:
-    """Apply output format, bias and penalties in double precision, token by token. `logits` [vocab]."""
+    """Apply output format, restrictions, bias and penalties in double precision, token by token. `logits` [vocab]."""
     sampling, values = spec.sampling, logits.double().cpu().tolist()
     if allowed is not None:
         may = allowed(output)
         values = [value if token in may else -math.inf for token, value in enumerate(values)]
+    ends = {*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids)}
+    for forbidden in (
+        lambda token: sampling.allowed_token_ids and token not in sampling.allowed_token_ids,
+        lambda token: len(output) < sampling.min_tokens and token in ends,
+        lambda token: any([*output, token][-len(word) :] == list(word) for word in sampling.bad_words_ids),
+    ):
+        left = [-math.inf if forbidden(token) else value for token, value in enumerate(values)]
+        if max(left) > -math.inf:
+            values = left
     for token, bias in sampling.logit_bias:
         values[token] += bias
     for token in {*spec.prompt_ids, *output}:
@@ -88,7 +101,7 @@ class PlainDecoder:
         while len(text.tokens) < spec.max_tokens:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1].float()
             logprobs = logits.double().log_softmax(-1)
-            logits = adjusted(logits, spec, text.tokens, allowed).float()
+            logits = adjusted(logits, spec, text.tokens, allowed, eos_ids).float()
             position = len(text.tokens)
             row = None
             if spec.sampling.temperature > 0:
@@ -98,7 +111,7 @@ class PlainDecoder:
             text.tokens.append(token)
             text.logprobs.append(float(logprobs[token]))
             text.margins.append(min(near.gap, near.boundary))
-            if token in eos_ids and not spec.ignore_eos:
+            if token in spec.stop_token_ids or (token in eos_ids and not spec.ignore_eos):
                 break
             ids = torch.tensor([[token]], device=self.device)
         return text

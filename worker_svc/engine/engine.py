@@ -44,7 +44,8 @@ from worker_svc.engine.proposers.lookup import Lookup
 from worker_svc.engine.round.step import Rounds
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.formats import Formats
-from worker_svc.engine.sampling.stopping import StopText
+from worker_svc.engine.sampling.restrictions import restrictions_of
+from worker_svc.engine.sampling.stopping import StopText, stop_text_of
 from worker_svc.engine.sequence import Sequence
 
 
@@ -115,16 +116,23 @@ class SpeculativeEngine:
             tokens=[*spec.prompt_ids, *spec.committed_ids],
             target=pools[0].new_table(),
             draft=pools[1].new_table() if has_draft else None,
-            stop_text=StopText(spec.stop, self._tokenizer.decode) if spec.stop and self._tokenizer else None,
+            stop_text=self._stop_text(spec),
             acceptance=Acceptance(prior=self._lookup_prior, free=True) if looks_up else Acceptance(),
             seed_key=counter.mix64(spec.sampling.seed),
             lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
             format=state,
+            restrictions=restrictions_of(spec, self._pair.eos_ids),
             # An output that may not end by itself is as long as max_tokens says.
             watched=None
             if self.length_probe is None or spec.ignore_eos
             else self.length_probe.watch(len(spec.prompt_ids)),
         )
+
+    def _stop_text(self, spec: Specification) -> StopText | None:
+        if self._tokenizer is None:
+            return None
+        decode = self._tokenizer.decode if spec.skip_special_tokens else self._tokenizer.decode_all
+        return stop_text_of(spec, decode)
 
     def drop(self, request_id: str) -> None:
         """Forget a request and free what it holds; an unknown id is fine."""

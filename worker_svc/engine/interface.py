@@ -44,12 +44,16 @@ from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.contract.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS_IDS,
     MAX_BIAS,
     MAX_FORMAT_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
 )
 from laps_sd.contract.sampling import BOUNDS, LEAST_TEMPERATURE, Sampling
 
@@ -143,6 +147,12 @@ class Specification:
     max_tokens: int  # output tokens in all, committed ones included
     stop: tuple[str, ...] = ()  # stop strings; the text ends before the first that appears
     ignore_eos: bool = False
+    # Tokens that end the output as an end-of-sequence token does, also with ignore_eos.
+    stop_token_ids: tuple[int, ...] = ()
+    # The text that ended the output stays: a stop string, or that of a token.
+    include_stop_str_in_output: bool = False
+    # Special tokens have no text. It matters for stop strings.
+    skip_special_tokens: bool = True
     # None = the engine decides, 0 = no speculation, else a cap on tokens drafted per round.
     max_draft_len: int | None = None
     # None = the engine decides; one that it does not have is replaced by the one that it has.
@@ -377,14 +387,17 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
                 f"{capacity.block_size}"
             )
     _check_sampling(spec.sampling)
+    _check_token_ids(spec, capacity)
+    if spec.sampling.min_tokens > spec.max_tokens:
+        raise ValueError(
+            f"sampling.min_tokens must be at most max_tokens ({spec.max_tokens}), not {spec.sampling.min_tokens}"
+        )
     if len(spec.stop) > MAX_STOP_STRINGS:
         raise ValueError(f"stop holds {len(spec.stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
     if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS for text in spec.stop):
         raise ValueError(f"stop strings must have 1 to {MAX_STOP_CHARACTERS} characters")
     if spec.max_draft_len is not None and spec.max_draft_len < 0:
         raise ValueError(f"max_draft_len must be 0 or more, not {spec.max_draft_len}")
-    if any(not 0 <= token < capacity.vocab_size for token, _ in spec.sampling.logit_bias):
-        raise ValueError(f"sampling.logit_bias must name token ids from 0 to {capacity.vocab_size - 1}")
     if spec.logprobs is not None and not 0 <= spec.logprobs <= MAX_LOGPROBS:
         raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {spec.logprobs}")
     if spec.format is not None:
@@ -394,6 +407,29 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
             )
         if spec.ignore_eos:
             raise ValueError("format and ignore_eos exclude each other: a format ends with the end token")
+
+
+def _check_token_ids(spec: Specification, capacity: Capacity) -> None:
+    """Raise ValueError unless all token ids of the settings exist, and their lists have an allowed length."""
+    sampling = spec.sampling
+    words = sampling.bad_words_ids
+    for name, ids, most in (
+        ("stop_token_ids", spec.stop_token_ids, MAX_STOP_TOKENS),
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS),
+        ("sampling.bad_words_ids", words, MAX_BAD_WORDS_IDS),
+    ):
+        if len(ids) > most:
+            raise ValueError(f"{name} holds {len(ids)} entries, at most {most} are allowed")
+    if any(not 1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in words):
+        raise ValueError(f"sampling.bad_words_ids must hold lists of 1 to {MAX_BAD_WORD_TOKENS} token ids")
+    for name, each in (
+        ("sampling.logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", spec.stop_token_ids),
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids),
+        ("sampling.bad_words_ids", [token for word in words for token in word]),
+    ):
+        if any(not 0 <= token < capacity.vocab_size for token in each):
+            raise ValueError(f"{name} must name token ids from 0 to {capacity.vocab_size - 1}")
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -18,6 +18,7 @@ from worker_svc.engine.length_probe.probe import Watched
 from worker_svc.engine.proposers.lookup import Lookup
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.formats import FormatState
+from worker_svc.engine.sampling.restrictions import Restrictions
 from worker_svc.engine.sampling.stopping import StopText
 from worker_svc.engine.sampling.tally import Tally
 
@@ -42,6 +43,8 @@ class Sequence:
     lookup: Lookup | None = None
     # Follows the output.
     format: FormatState | None = None
+    # None: it has none.
+    restrictions: Restrictions | None = None
     # Made when a round needs it.
     tally: Tally | None = None
     # Names of the full blocks of its context; see `blocks.name_blocks`.

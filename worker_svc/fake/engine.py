@@ -3,8 +3,8 @@ torch.
 
 For tests and simulations of everything around an engine; hundreds fit into one process. Its guarantees:
 
-* A token is a hash of (prompt, seed, position): `FakeEngine.expected` returns the whole output in advance,
-  and it does not depend on rounds, batches, preemption or migration.
+* A token is a hash of (prompt, seed, position), or the first allowed one from there: `FakeEngine.expected` returns the
+  whole output in advance, and it does not depend on rounds, batches, preemption or migration.
 * The acceptance of a draft token is a function of (seed, position) too. Each request has its own mean, drawn
   from its seed, so the number accepted in a round follows a truncated geometric distribution with that mean.
 * Times are those of a cost model. They are virtual: reported, and slept only when `time_scale` is above 0.
@@ -36,7 +36,8 @@ from worker_svc.engine.interface import (
     check_run,
     check_specification,
 )
-from worker_svc.engine.sampling.stopping import Decode, StopText, cut
+from worker_svc.engine.sampling.restrictions import Restrictions, restrictions_of
+from worker_svc.engine.sampling.stopping import Decode, StopText, cut, stop_text_of
 from worker_svc.fake.script import Lengths, Script, digest_of
 
 __all__ = ["FakeCosts", "FakeEngine"]
@@ -67,6 +68,7 @@ class _Fake:
     acceptance: float  # chance that a draft token is accepted
     length: int  # output tokens after which it ends by EOS; the last of them is the EOS token
     stop_text: StopText | None
+    restrictions: Restrictions | None
     output: list[int]
     computed: int = 0  # context tokens whose KV exists; all but the last, once prefilled
     residency: Residency = Residency.NONE
@@ -164,7 +166,8 @@ class FakeEngine:
             digest=digest,
             acceptance=self._script.mean_acceptance(digest),
             length=self._script.length(spec),
-            stop_text=StopText(spec.stop, self._decode) if spec.stop and self._decode else None,
+            stop_text=stop_text_of(spec, self._decode) if self._decode else None,
+            restrictions=restrictions_of(spec, (self._eos_id,)),
             output=list(spec.committed_ids),
         )
 
@@ -213,14 +216,15 @@ class FakeEngine:
 
     def expected(self, spec: Specification) -> tuple[tuple[int, ...], End]:
         """Return all output tokens of a request, regardless of committed ones, and the reason of its end."""
-        tokens = tuple(
-            self._script.token(digest_of(spec), spec, self._script.length(spec), position)
-            for position in range(spec.max_tokens)
-        )
-        stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
+        digest, length = digest_of(spec), self._script.length(spec)
+        restrictions = restrictions_of(spec, (self._eos_id,))
+        tokens: list[int] = []
+        for position in range(spec.max_tokens):
+            tokens.append(self._script.token(digest, spec, length, position, restrictions, tokens))
+        stop_text = stop_text_of(spec, self._decode) if self._decode else None
         end = cut(spec, 0, tokens, (self._eos_id,), stop_text, ())
         assert end.finish is not None
-        return tokens[: end.tokens], end.finish
+        return tuple(tokens[: end.tokens]), end.finish
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
@@ -325,10 +329,13 @@ class FakeEngine:
         ):
             accepted += 1
         tested_by_position, accepted_by_position = by_position(accepted, draft_len)
-        block = [
-            self._script.token(request.digest, request.spec, request.length, position + i)
-            for i in range(accepted + 1)
-        ]
+        block: list[int] = []
+        restrictions = request.restrictions
+        before = [] if restrictions is None else request.output[max(0, position - restrictions.reach) :]
+        for at in range(position, position + accepted + 1):
+            token = self._script.token(request.digest, request.spec, request.length, at, restrictions, before)
+            block.append(token)
+            before.append(token)
         end = cut(request.spec, position, block, (self._eos_id,), request.stop_text, request.output)
         request.output += block[: end.tokens]
         request.computed = request.tokens - 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from worker_svc.engine.interface import Specification
 from worker_svc.engine.sampling import counter
+from worker_svc.engine.sampling.restrictions import Restrictions
 
 ACCEPTANCE_STREAM = 0xACCE97  # keeps acceptance independent of the tokens of the same seed
 
@@ -55,16 +56,38 @@ class Script:
         self._concentration = concentration
         self._lengths = lengths
 
-    def token(self, digest: int, spec: Specification, length: int, position: int) -> int:
-        """Return the output token at a position of a request that is `length` tokens long."""
+    def token(
+        self,
+        digest: int,
+        spec: Specification,
+        length: int,
+        position: int,
+        restrictions: Restrictions | None,
+        before: Sequence[int],
+    ) -> int:
+        """Return the output token at a position of a request that is `length` tokens long. `before`: at least
+        the output tokens before it that `restrictions` need."""
         if position == length - 1 and not spec.ignore_eos:
             return self._eos_id
-        token = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (self._vocab_size - 1)
-        return token + (token >= self._eos_id)  # every id but EOS
+        drawn = counter.mix64(digest ^ counter.row_key(spec.sampling.seed, position)) % (self._vocab_size - 1)
+        token = drawn + (drawn >= self._eos_id)  # every id but EOS
+        return token if restrictions is None else self._allowed(token, position, restrictions, before)
+
+    def _allowed(self, token: int, position: int, restrictions: Restrictions, before: Sequence[int]) -> int:
+        """Return the first token from `token` on that the restrictions allow; `token` itself if there is none."""
+        ids = sorted(restrictions.allowed) or range(self._vocab_size)
+        first = token % len(ids) if restrictions.allowed else token
+        tail = before[max(0, len(before) - restrictions.reach) :]
+        for at in range(len(ids)):
+            candidate = ids[(first + at) % len(ids)]
+            if candidate != self._eos_id and restrictions.allows(candidate, position, tail):
+                return candidate
+        return token
 
     def length(self, spec: Specification) -> int:
         """Return the number of output tokens after which a request ends by EOS."""
-        return spec.max_tokens + 1 if self._lengths is None else self._lengths(spec)
+        length = spec.max_tokens + 1 if self._lengths is None else self._lengths(spec)
+        return max(length, spec.sampling.min_tokens + 1)
 
     def mean_acceptance(self, digest: int) -> float:
         """Return the chance that a draft token of a request is accepted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
 from laps_sd.contract.sampling import LEAST_TEMPERATURE
 from laps_sd.service import ends
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
-from laps_sd.service.specifications import sampling_of, set_sampling
+from laps_sd.service.specifications import sampling_of, set_sampling, skips_special_tokens
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb
@@ -46,6 +46,12 @@ HELLO_BYTES = 4 * 1024 * 1024
 
 SAMPLING: tuple[Any, ...] = tuple(field.name for field in fields(Sampling))
 """The fields that the engine's `Sampling` and the message `SamplingParams` both have, under the same name."""
+LISTS: dict[str, Callable[[public_pb.SamplingParams], Any]] = {
+    "logit_bias": lambda sampling: tuple(sorted(sampling.logit_bias.items())),
+    "bad_words_ids": lambda sampling: tuple(tuple(word.ids) for word in sampling.bad_words_ids),
+    "allowed_token_ids": lambda sampling: tuple(sampling.allowed_token_ids),
+}
+"""Those of them that are not single numbers."""
 DRAFTERS = {
     public_pb.Speculation.DRAFTER_MODEL: Drafter.MODEL,
     public_pb.Speculation.DRAFTER_LOOKUP: Drafter.LOOKUP,
@@ -247,6 +253,9 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
         max_tokens=wire_sampling.max_tokens,
         stop=tuple(wire_sampling.stop),
         ignore_eos=wire_sampling.ignore_eos,
+        stop_token_ids=tuple(wire_sampling.stop_token_ids),
+        include_stop_str_in_output=wire_sampling.include_stop_str_in_output,
+        skip_special_tokens=skips_special_tokens(wire_sampling),
         max_draft_len=wire_spec.max_draft_tokens if wire_spec.HasField("max_draft_tokens") else None,
         drafter=DRAFTERS.get(wire_spec.drafter),
         format=_output_format(wire_spec.output_format),
@@ -258,8 +267,8 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
 def _sampling(wire_sampling: public_pb.SamplingParams) -> Sampling:
     values: dict[str, Any] = {}
     for name in SAMPLING:
-        if name == "logit_bias":
-            values[name] = tuple(sorted(wire_sampling.logit_bias.items()))
+        if name in LISTS:
+            values[name] = LISTS[name](wire_sampling)
         elif wire_sampling.HasField(name):
             values[name] = getattr(wire_sampling, name)
     sampling = Sampling(**values)
@@ -269,8 +278,15 @@ def _sampling(wire_sampling: public_pb.SamplingParams) -> Sampling:
 def _wire_sampling(spec: Specification) -> public_pb.SamplingParams:
     values: dict[str, Any] = {name: getattr(spec.sampling, name) for name in SAMPLING}
     values["logit_bias"] = dict(spec.sampling.logit_bias)
+    values["bad_words_ids"] = [public_pb.TokenIds(ids=word) for word in spec.sampling.bad_words_ids]
     return public_pb.SamplingParams(
-        max_tokens=spec.max_tokens, stop=spec.stop, ignore_eos=spec.ignore_eos, **values
+        max_tokens=spec.max_tokens,
+        stop=spec.stop,
+        ignore_eos=spec.ignore_eos,
+        stop_token_ids=spec.stop_token_ids,
+        include_stop_str_in_output=spec.include_stop_str_in_output,
+        skip_special_tokens=spec.skip_special_tokens,
+        **values,
     )
 
 

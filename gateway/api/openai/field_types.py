@@ -37,6 +37,8 @@ __all__ = [
     "Biases",
     "Count",
     "GuidedJson",
+    "ListedIds",
+    "ListsOfIds",
     "Logprobs",
     "Number",
     "Positive",
@@ -134,6 +136,18 @@ def _read_biases(value: object) -> dict[int, float]:
     return biases
 
 
+def _read_ids(value: object) -> list[int]:
+    """Return token ids; the first fault ends it."""
+    if not isinstance(value, list):
+        raise refused(f"must be a list of token ids, got {kind_of(value)}")
+    if len(value) > MAX_ITEMS:
+        raise refused(f"must be at most {MAX_ITEMS} items, got {len(value)}")
+    for index, item in enumerate(value):
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= UINT32:
+            raise refused(f"must be a token id, got {shown(item)}", item=f"[{index}]")
+    return value
+
+
 def _kind_of_prompt(value: object) -> str:
     if not isinstance(value, list):
         return TEXT
@@ -175,6 +189,9 @@ Unsupported = Annotated[Any, AfterValidator(_refuse)]
 # A list may hold a million items, so each stops at its first fault.
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), AtMost(MAX_TOKEN_IDS)]
+ListedIds = Annotated[list[int], PlainValidator(_read_ids, json_schema_input_type=list[int])]
+"""Token ids of a setting; there may be none."""
+ListsOfIds = Annotated[list[ListedIds], Field(fail_fast=True), AtMost(MAX_ITEMS)]
 OnePrompt = Annotated[
     Annotated[Text, Tag(TEXT)] | Annotated[list[TokenId], Field(fail_fast=True), Tag(IDS)],
     Discriminator(_kind_of_one_prompt),

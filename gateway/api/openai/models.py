@@ -18,6 +18,8 @@ from gateway.api.openai.field_types import (
     Biases,
     Count,
     GuidedJson,
+    ListedIds,
+    ListsOfIds,
     Logprobs,
     Number,
     Positive,
@@ -115,10 +117,14 @@ class StreamOptions(Model):
 
 
 SAMPLING_TYPES: Mapping[str, Any] = {
+    "allowed_token_ids": ListedIds,
+    "bad_words": Stop,
+    "bad_words_ids": ListsOfIds,
     "logit_bias": Biases,
     "max_tokens": Positive,
     "seed": Seed,
     "stop": Stop,
+    "stop_token_ids": ListedIds,
     "top_k": TopK,
 }
 """Types of sampling parameters that are not simply those of their field in `SamplingParams`."""

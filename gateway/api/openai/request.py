@@ -42,7 +42,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),
     "prediction": (),
@@ -194,6 +193,8 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
     for name, convert in CONVERSIONS.items():
         if name in values:
             values[name] = convert(values[name])
+    if "bad_words_ids" in values:
+        values["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in values["bad_words_ids"]]
     return inference_pb2.SamplingParams(**values)
 
 

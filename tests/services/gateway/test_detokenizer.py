@@ -90,6 +90,24 @@ def test_no_stop_string_is_ever_shown_in_part_or_whole(
 
 @joined_or_not
 @anything
+@given(text=texts, stop=stops, early=st.integers(0, 30), cut_at=cuts)
+def test_a_stop_string_within_the_first_min_tokens_is_shown(
+    tiny: ModelFiles, joins: bool, text: str, stop: list[str], early: int, cut_at: list[int]
+) -> None:
+    ids = tiny.encode_rendered(text)
+    whole, free = whole_text(tiny, ids), len(whole_text(tiny, ids[:early]))
+    begins = [whole.find(one, max(0, free - len(one) + 1)) for one in stop]
+    expected = whole[: min([begin for begin in begins if begin >= 0], default=len(whole))]
+    output = Detokenizer(tiny.decode, stop=stop, min_tokens=early, silent_ids=tiny.silent_ids, joins=joins)
+    shown = ""
+    for piece in pieces(ids, cut_at):
+        shown += output.feed(piece)
+        assert expected.startswith(shown)
+    assert shown + output.finish() == expected
+
+
+@joined_or_not
+@anything
 @given(ids=ids_lists, stop=stops, place=st.integers(0, 60), cut_at=cuts)
 def test_a_cursor_resumes_exactly_wherever_it_was_taken(
     tiny: ModelFiles, joins: bool, ids: list[int], stop: list[str], place: int, cut_at: list[int]
@@ -130,6 +148,12 @@ class TestTheEnd:
 
         assert output.feed(tiny.encode_rendered("one ST.")) == "one "
         assert output.finish(3) == ""
+
+    def test_has_the_stop_string_that_is_to_be_included(self, tiny: ModelFiles) -> None:
+        output = Detokenizer(tiny.decode, stop=["ST"], included=True)
+
+        assert output.feed(tiny.encode_rendered("one ST.")) == "one "
+        assert output.finish(1) == "ST"
 
     def test_gives_what_was_held_back_in_vain(self, tiny: ModelFiles) -> None:
         output = Detokenizer(tiny.decode, stop=["STOP"])

@@ -107,6 +107,25 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
         "absent or false with output_format",
     ),
     (GenerateRequest(text="x", speculation=Speculation(drafter=7)), "speculation.drafter", "got 7"),  # type: ignore[arg-type]
+    (sampling(stop_token_ids=[1, 320]), "sampling.stop_token_ids[1]", "from 0 to 319, got 320"),
+    (sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64 token ids, got 65"),
+    (sampling(allowed_token_ids=[320]), "sampling.allowed_token_ids[0]", "from 0 to 319, got 320"),
+    (
+        sampling(allowed_token_ids=[1] * 1025),
+        "sampling.allowed_token_ids",
+        "at most 1024 token ids, got 1025",
+    ),
+    (
+        sampling(allowed_token_ids=[5, 6], bad_words_ids=[TokenIds(ids=[5]), TokenIds(ids=[6])]),
+        "sampling.allowed_token_ids",
+        "must hold a token that is no bad word",
+    ),
+    (sampling(bad_words=["x"] * 129), "sampling.bad_words", "at most 128 texts, got 129"),
+    (sampling(bad_words=["x", " "]), "sampling.bad_words[1]", "1 to 64 characters that are not all blanks"),
+    (sampling(bad_words=["x" * 65]), "sampling.bad_words[0]", "got 65"),
+    (sampling(bad_words_ids=[TokenIds()]), "sampling.bad_words_ids[0]", "1 to 64 token ids, got 0"),
+    (sampling(bad_words_ids=[TokenIds(ids=[320])]), "sampling.bad_words_ids[0][0]", "from 0 to 319"),
+    (sampling(min_tokens=2**31), "sampling.min_tokens", "from 0 to 2147483647"),
     (sampling(stop=["x"] * 17), "sampling.stop", "at most 16 texts, got 17"),
     (sampling(stop=["x", ""]), "sampling.stop[1]", "1 to 256 characters, got 0"),
     (sampling(stop=["x" * 257]), "sampling.stop[0]", "1 to 256 characters, got 257"),
@@ -198,6 +217,15 @@ class TestTheContext:
             )
 
         return run
+
+    def test_the_default_length_grows_to_min_tokens(self, completed: Callable[..., Any]) -> None:
+        request = sampling(min_tokens=150)
+        assert completed(request, 5).specification.sampling.max_tokens == 150
+        request.sampling.max_tokens = 149
+        with pytest.raises(InvalidArgument, match=r"min_tokens must be at most max_tokens, 149, got 150"):
+            completed(request, 5)
+        with pytest.raises(InvalidArgument, match=f"must be at most max_tokens, 50, got {CONTEXT}"):
+            completed(sampling(min_tokens=CONTEXT), CONTEXT - 50)
 
     def test_leaves_room_for_one_token(self, completed: Callable[..., Any]) -> None:
         assert completed(GenerateRequest(text="x"), CONTEXT - 1).specification.sampling.max_tokens == 1
@@ -304,3 +332,31 @@ def test_options_reach_the_worker(model: ModelFiles) -> None:
     assert found.output_format.regex == "a+"
     assert found.drafter == Speculation.DRAFTER_LOOKUP
     assert found.logprobs == 2
+
+
+def test_bad_words_reach_the_worker_as_token_ids(model: ModelFiles) -> None:
+    """At the beginning of a text and after a blank, each once."""
+    given = SamplingParams(bad_words=["hello", "quick brown"], bad_words_ids=[TokenIds(ids=[7])])
+    found = complete(
+        GenerateRequest(text="x", sampling=given),
+        [1, 2],
+        settings=SETTINGS,
+        model=model,
+        tenant="t",
+        fallback_seed=1,
+    ).specification.sampling
+
+    assert not found.bad_words
+    words = [list(word.ids) for word in found.bad_words_ids]
+    texts = ["hello", " hello", "quick brown", " quick brown"]
+    assert words == [[7], *(model.encode_rendered(text) for text in texts)]
+    many = SamplingParams(bad_words=["\u20ac" * 60])
+    with pytest.raises(InvalidArgument, match="bad_words must be texts of at most 64 tokens, got"):
+        complete(
+            GenerateRequest(text="x", sampling=many),
+            [1],
+            settings=SETTINGS,
+            model=model,
+            tenant="t",
+            fallback_seed=1,
+        )

@@ -28,6 +28,10 @@ class Tokenizer:
         """Return the text of the ids, special tokens left out."""
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
 
+    def decode_all(self, ids: Any) -> str:
+        """Return the text of the ids with that of special tokens."""
+        return str(self._fast.decode(list(ids), skip_special_tokens=False))
+
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
     """Return the tokenizer in a model's directory; None if there is none."""

@@ -19,6 +19,7 @@ from worker_svc.engine.models.plan import Piece, Plan
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import Choices
 from worker_svc.engine.round.request import RoundRequest
+from worker_svc.engine.sampling.stopping import ends_of
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ class Drafting:
             return tokens
         for request, token in zip(members, tokens.tolist(), strict=True):
             request.draft_tokens.append(token)
-            if token in self._pair.eos_ids and not request.sequence.spec.ignore_eos:
+            if token in ends_of(request.sequence.spec, self._pair.eos_ids):
                 request.draft_len = j + 1  # draft tokens after an end would be discarded
         return tokens
 

@@ -1,13 +1,14 @@
-"""Logits processors: output format, bias and penalties of requests, applied before a token is chosen.
+"""Logits processors: output format, restrictions, bias and penalties of requests, applied before a token is chosen.
 
     tokens that the output format excludes      -> -inf
+    tokens that a restriction excludes          -> -inf
     logit_bias                                  added
     repetition penalty                          logits of tokens in prompt or output: / it if positive, * it otherwise
                                                 [Keskar et al. 2019, as in transformers and vLLM]
     frequency, presence penalty                 logit -= frequency * times in the output + presence * (in the output)
 
-The choice row of a draft token depends on the draft tokens before it, so counts and formats follow the draft
-step by step. They are a function of tokens alone, hence a row's result is that of plain decoding at the same
+The choice row of a draft token depends on the draft tokens before it, so counts, formats and bad words follow the
+draft step by step. They are a function of tokens alone, hence a row's result is that of plain decoding at the same
 position. The only state that survives the round can be rebuilt from committed tokens.
 """
 
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.sampling.formats import FormatState
+from worker_svc.engine.sampling.restricted import restricted
+from worker_svc.engine.sampling.restrictions import Restrictions
 from worker_svc.engine.sampling.tally import Tally
 from worker_svc.engine.sequence import Sequence
 
@@ -34,10 +37,19 @@ class _Member:
     count: int
     # Its first row of `Adjustments._counts`; -1 without penalties.
     counted: int
+    # Restrictions that may exclude a token in this round.
+    restrictions: Restrictions | None = None
+    # The last tokens before the newest row that has any, as its bad words need them.
+    tail: tuple[int, ...] = ()
     # Draft tokens that its format has taken in.
     steps: int = 0
     # A draft token left its format: later rows do not matter.
     lost: bool = False
+
+
+def _tail(sequence: Sequence, reach: int) -> tuple[int, ...]:
+    """Return the last output tokens of a request, `reach` of them or as many as there are."""
+    return tuple(sequence.tokens[max(len(sequence.spec.prompt_ids), len(sequence.tokens) - reach) :])
 
 
 class Adjustments:
@@ -57,14 +69,23 @@ class Adjustments:
         self.failed: dict[int, str] = {}
         # The same: number of choice rows before the one at which its format allows nothing.
         self.usable: dict[int, int] = {}
+        # By choice row: the tokens before it, of requests with bad words.
+        self._tails: dict[int, tuple[int, ...]] = {}
         counted: list[_Member] = []
         rows = 0
         for sequence, first, count in requests:
             sampling = sequence.spec.sampling
-            if not count or not (sampling.penalises or sampling.logit_bias or sequence.format is not None):
+            restrictions = sequence.restrictions
+            if restrictions is not None and not restrictions.applies(sequence.output_length):
+                restrictions = None
+            if not count or not (
+                sampling.penalises or sampling.logit_bias or sequence.format is not None or restrictions
+            ):
                 continue
-            member = _Member(sequence, first, count, rows if sampling.penalises else -1)
+            member = _Member(sequence, first, count, rows if sampling.penalises else -1, restrictions)
             self._members.append(member)
+            if restrictions is not None and restrictions.reach:
+                member.tail = self._tails[first] = _tail(sequence, restrictions.reach)
             self._by_row.update((row, member) for row in range(first, first + count))
             if sampling.penalises:
                 rows += count
@@ -103,6 +124,11 @@ class Adjustments:
         for at, row in touched:
             member = self._by_row[row]
             sampling = member.sequence.spec.sampling
+            if member.restrictions is not None:
+                position = member.sequence.output_length + row - member.first
+                adjusted[at] = restricted(
+                    adjusted[at], member.restrictions, position, self._tails.get(row, ())
+                )
             if sampling.logit_bias:
                 ids, values = self._bias(member.sequence, width)
                 adjusted[at, ids] += values
@@ -128,6 +154,11 @@ class Adjustments:
                 behind = range(step + 1, member.count)
                 at_rows.extend(member.counted + j for j in behind)
                 of_tokens.extend([at] * len(behind))
+            if row in self._tails and step + 1 < member.count:
+                assert member.restrictions is not None
+                host = tokens.tolist() if host is None else host
+                member.tail = (*member.tail, host[at])[-member.restrictions.reach :]
+                self._tails[row + 1] = member.tail
             state = member.sequence.format
             if state is not None and not member.lost:
                 host = tokens.tolist() if host is None else host

@@ -1,8 +1,9 @@
-"""The end of a generation: end-of-sequence token, number of tokens, stop string.
+"""The end of a generation: end-of-sequence token, stop token, number of tokens, stop string.
 
 A round yields a block of tokens (accepted draft tokens and one more). `cut` returns the number of them that
 count and the reason of an end, if there is one. The earliest token that ends it wins; at the same token: stop
-string, then EOS, then length.
+string, then EOS or a stop token, then length. The text of a token that ends the output does not count for stop
+strings, unless it stays in the text. Stop strings that the first `min_tokens` tokens complete do not count.
 
 Stop strings are found in text, so the tail of the output is decoded again each round. Only the tail: a stop
 string that is completed by new tokens reaches back at most its own length in characters, and a token is at
@@ -34,37 +35,49 @@ class Cut:
 class StopText:
     """The decoded tail of one request's output, as far back as its stop strings can reach."""
 
-    def __init__(self, stop: Sequence[str], decode: Decode) -> None:
+    def __init__(
+        self, stop: Sequence[str], decode: Decode, *, min_tokens: int = 0, included: bool = False
+    ) -> None:
+        """`included`: the stop string stays in the text."""
         self.stop = tuple(stop)
         self._decode = decode
+        self._min_tokens = min_tokens
+        self._included = included
         self._longest = max((len(text) for text in stop), default=0)
 
     def find(self, output: Sequence[int], block: Sequence[int]) -> tuple[int, int] | None:
         """Find the first token of `block` that completes a stop string in the text of output + block.
 
         Returns (tokens of the block that count, characters to cut), or None. The cut runs from where the stop
-        string begins to the end of the text of the tokens that count.
+        string begins (if it is included: ends) to the end of the text of the tokens that count.
         """
+        free = max(0, self._min_tokens - len(output))
+        if free >= len(block):
+            return None
         start = self._tail_start(output)
         tail = list(output[start:])
-        before = self._text(tail)
         # Text that was complete before this block can hold no stop string, or the request would have ended
-        # then.
+        # then. That of the first `min_tokens` tokens does not count.
+        before = len(self._text([*tail, *block[:free]]))
         after = self._text([*tail, *block])
-        if self._begin(after, 0) is None:
+        if self._place(after, before) is None:
             return None
-        for count in range(1, len(block) + 1):
+        for count in range(free + 1, len(block) + 1):
             text = self._text([*tail, *block[:count]])
-            begin = self._begin(text, max(0, len(before) - self._longest))
-            if begin is not None:
-                return count, len(text) - begin
+            place = self._place(text, before)
+            if place is not None:
+                return count, len(text) - place[self._included]
         return None
 
-    def _begin(self, text: str, start: int) -> int | None:
-        """Return the begin of the first stop string in `text`; which of several begins there makes no
-        difference.
+    def _place(self, text: str, before: int) -> tuple[int, int] | None:
+        """Return begin and end of the first stop string in `text` that ends after `before` characters; of
+        several that begin there the shortest.
         """
-        found = [position for position in (text.find(stop, start) for stop in self.stop) if position >= 0]
+        found = [
+            (begin, begin + len(stop))
+            for stop in self.stop
+            if (begin := text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
         return min(found, default=None)
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -78,6 +91,23 @@ class StopText:
         while count < len(output) and len(self._decode(output[-count:])) < self._longest + 8:
             count *= 2
         return max(0, len(output) - count)
+
+
+def stop_text_of(spec: Specification, decode: Decode) -> StopText | None:
+    """Return what finds the stop strings of a request; None: it has none. `decode` is that for its
+    `skip_special_tokens`."""
+    if not spec.stop:
+        return None
+    return StopText(
+        spec.stop, decode, min_tokens=spec.sampling.min_tokens, included=spec.include_stop_str_in_output
+    )
+
+
+def ends_of(spec: Specification, eos_ids: Collection[int]) -> Collection[int]:
+    """Return the tokens that end the output of a request."""
+    if not spec.stop_token_ids:
+        return () if spec.ignore_eos else eos_ids
+    return {*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids)}
 
 
 def cut(
@@ -95,13 +125,15 @@ def cut(
     """
     count = min(len(block), spec.max_tokens - position)
     finish = End.LENGTH if position + count >= spec.max_tokens else None
-    if not spec.ignore_eos:
+    ends = ends_of(spec, eos_ids)
+    if ends:
         for index in range(count):
-            if block[index] in eos_ids:
+            if block[index] in ends:
                 count, finish = index + 1, End.STOP
                 break
     if stop_text is not None:
-        found = stop_text.find(output, block[:count])
+        hidden = finish is End.STOP and not spec.include_stop_str_in_output
+        found = stop_text.find(output, block[: count - hidden])
         if found is not None:
             return Cut(found[0], End.STOP_SEQUENCE, found[1])
     return Cut(count, finish)

@@ -19,6 +19,7 @@ from vllm.v1.outputs import SamplerOutput
 from worker_svc.engine.interface import Sampling, TokenLogprobs
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import Noise
+from worker_svc.engine.sampling.restricted import restricted
 from worker_svc.engine.sampling.sampling import choose_tokens, rows_for
 from worker_svc.engine.sampling.tally import Tally
 from worker_svc.engine.vllm.known import Known
@@ -136,7 +137,12 @@ class _Coupling:
         wanted = [
             part
             for part in parts
-            if part.known.spec.sampling.penalises or part.known.spec.sampling.logit_bias
+            if part.known.spec.sampling.penalises
+            or part.known.spec.sampling.logit_bias
+            or (
+                part.known.restrictions is not None
+                and part.known.restrictions.applies(len(part.known.output))
+            )
         ]
         if not wanted:
             return logits
@@ -144,6 +150,8 @@ class _Coupling:
         for known, first, draft in wanted:
             sampling = known.spec.sampling
             rows = adjusted[first : first + len(draft) + 1]
+            if known.restrictions is not None:
+                _restrict(rows, known, draft)
             if sampling.logit_bias:
                 bias = dict(sampling.logit_bias)
                 rows[:, torch.tensor(list(bias), device=rows.device)] += torch.tensor(
@@ -163,6 +171,18 @@ class _Coupling:
             known.tally = Tally(known.spec.prompt_ids, self._vocab, self._runner.device)
         known.tally.follow([*known.spec.prompt_ids, *known.output], len(known.spec.prompt_ids))
         return known.tally
+
+
+def _restrict(rows: torch.Tensor, known: Known, draft: Sequence[int]) -> None:
+    """Exclude what the restrictions of a request exclude in its rows [draft tokens + 1, vocab], in place."""
+    restrictions = known.restrictions
+    assert restrictions is not None
+    reach = restrictions.reach
+    before = [*known.output[max(0, len(known.output) - reach) :], *draft]
+    known_before = len(before) - len(draft)
+    for at, row in enumerate(rows):
+        tail = before[max(0, known_before + at - reach) : known_before + at]
+        row.copy_(restricted(row, restrictions, len(known.output) + at, tail))
 
 
 def _logprobs(logits: torch.Tensor, block: Sequence[int], top: int | None) -> list[TokenLogprobs]:

@@ -40,7 +40,8 @@ from worker_svc.engine.interface import (
 from worker_svc.engine.length_probe.outcome import with_prediction
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.errors import first_line
-from worker_svc.engine.sampling.stopping import Decode, StopText
+from worker_svc.engine.sampling.restrictions import restrictions_of
+from worker_svc.engine.sampling.stopping import Decode, stop_text_of
 from worker_svc.engine.vllm.coupling import couple
 from worker_svc.engine.vllm.grammars import follow_grammar, wait_for_a_grammar
 from worker_svc.engine.vllm.known import Known
@@ -59,7 +60,7 @@ class VllmEngine:
     """An `interface.Engine` over an engine core; see the top of this file.
 
     `share_prefixes`: KV of the same beginning is shared between requests; a request always finds its own
-    again. `decode` makes stop strings work, `formats`: vLLM has a tokenizer for output formats. `probe` predicts
+    again. `decode` makes stop strings work, `decode_all` those of requests whose special tokens have text; `formats`: vLLM has a tokenizer for output formats. `probe` predicts
     output lengths by hidden states after the last layer; only where `coupling` replaces the sampler.
     """
 
@@ -71,6 +72,7 @@ class VllmEngine:
         slots: int,
         fingerprint: str,
         decode: Decode | None = None,
+        decode_all: Decode | None = None,
         formats: bool = True,
         share_prefixes: bool = True,
         probe: LengthProbe | None = None,
@@ -80,6 +82,7 @@ class VllmEngine:
         self._core = core
         self._rules = rules
         self._decode = decode
+        self._decode_all = decode_all if decode_all is not None else decode
         self._formats = formats
         self._share_prefixes = share_prefixes
         self._known: dict[str, Known] = {}
@@ -143,13 +146,15 @@ class VllmEngine:
         follow_grammar(request, committed)
         self._core.add_request(request)
         self._names[request.request_id] = spec.request_id
-        stop_text = StopText(spec.stop, self._decode) if spec.stop and self._decode else None
+        decode = self._decode if spec.skip_special_tokens else self._decode_all
+        stop_text = stop_text_of(spec, decode) if decode is not None else None
         self._known[spec.request_id] = Known(
             spec,
             committed,
             stop_text,
             request,
             taken=request.num_output_tokens,
+            restrictions=restrictions_of(spec, self._rules.eos_ids),
             watched=None
             if self.length_probe is None or spec.ignore_eos
             else self.length_probe.watch(len(spec.prompt_ids)),

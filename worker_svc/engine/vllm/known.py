@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 from worker_svc.engine.interface import Specification, TokenLogprobs
 from worker_svc.engine.length_probe.features import Features
 from worker_svc.engine.length_probe.probe import Watched
+from worker_svc.engine.sampling.restrictions import Restrictions
 from worker_svc.engine.sampling.stopping import StopText
 from worker_svc.engine.sampling.tally import Tally
 
@@ -32,6 +33,8 @@ class Known:
     problem: str = ""
     # Counts for penalties; made when needed.
     tally: Tally | None = None
+    # Applied by the coupling; None: it has none.
+    restrictions: Restrictions | None = None
     # None: no probe predicts its length.
     watched: Watched | None = None
     # Hidden state of the last token of its context before the last step, float32 [hidden], if a look was due.

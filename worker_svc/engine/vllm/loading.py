@@ -59,6 +59,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         slots=options.slots,
         fingerprint=fingerprint(core.vllm_config, chooser, vllm.__version__),
         decode=None if tokenizer is None else tokenizer.decode,
+        decode_all=None if tokenizer is None else tokenizer.decode_all,
         formats=tokenizer is not None,
         share_prefixes=options.share_prefixes,
         probe=_probe(core.vllm_config, chooser) if options.length_probe else None,

@@ -53,7 +53,8 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
     cut_characters = 0
     if not problem and tokens and known.stop_text is not None:
         try:
-            found = known.stop_text.find(known.output, tokens)
+            hidden = finish is End.STOP and not known.spec.include_stop_str_in_output
+            found = known.stop_text.find(known.output, tokens[: len(tokens) - hidden])
         except Exception as error:  # a tokenizer that cannot decode its own tokens fails this request only
             problem, found = f"the output cannot be decoded: {error}", None
         if found is not None:

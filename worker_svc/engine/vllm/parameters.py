@@ -8,9 +8,13 @@ from typing import Any
 from vllm import SamplingParams
 
 from worker_svc.engine.interface import Specification
+from worker_svc.engine.sampling.stopping import ends_of
 from worker_svc.engine.vllm.grammars import structured_outputs
 
 __all__ = ["Chooser", "Rules"]
+
+_MOST_WORDS = 128
+_MOST_WORD_TOKENS = 1024
 
 
 class Chooser(enum.Enum):
@@ -48,6 +52,12 @@ class Rules:
     def check(self, spec: Specification) -> None:
         """Raise ValueError for what vLLM's own sampler would do wrong."""
         sampling = spec.sampling
+        words = sampling.bad_words_ids
+        if self.second_runner and (len(words) > _MOST_WORDS or sum(map(len, words)) > _MOST_WORD_TOKENS):
+            raise ValueError(
+                f"sampling.bad_words_ids must be at most {_MOST_WORDS} lists of {_MOST_WORD_TOKENS} token ids"
+                " in all on this worker: vLLM's second model runner takes no more"
+            )
         if self.chooser is not Chooser.VLLM:
             return
         advice = "set LAPS_SD_VLLM_SAMPLING=coupled on the worker"
@@ -63,6 +73,11 @@ class Rules:
                 "sampling.min_p and sampling.logit_bias cannot be used on this worker: vLLM's first model runner"
                 f" ignores them with speculation; {advice}"
             )
+        if spec.committed_ids and any(len(word) > 1 for word in sampling.bad_words_ids):
+            raise ValueError(
+                "sampling.bad_words_ids of several tokens cannot continue on this worker: vLLM's first model runner does"
+                f" not compare output tokens of another worker; {advice}"
+            )
         if spec.committed_ids and (sampling.presence_penalty or sampling.frequency_penalty):
             raise ValueError(
                 "sampling.presence_penalty and sampling.frequency_penalty cannot continue on this worker: vLLM's"
@@ -75,7 +90,7 @@ class Rules:
         committed = 0 if self.second_runner else len(spec.committed_ids)
         common: dict[str, Any] = {
             "max_tokens": spec.max_tokens - committed,
-            "stop_token_ids": None if spec.ignore_eos else self.eos_ids,
+            "stop_token_ids": sorted(ends_of(spec, self.eos_ids)) or None,
             "ignore_eos": spec.ignore_eos,
             "detokenize": False,
             "structured_outputs": structured_outputs(spec.format),
@@ -88,13 +103,18 @@ class Rules:
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "logit_bias": dict(sampling.logit_bias) or None,
+            "min_tokens": max(0, sampling.min_tokens - committed),
+            "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         }
         if self.chooser is Chooser.PROCESSOR:
             ours = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed]
-            return SamplingParams(
-                temperature=0.0, extra_args={"laps_sd": [*ours, len(spec.prompt_ids)]}, **common
+            return _without_words(
+                spec,
+                SamplingParams(
+                    temperature=0.0, extra_args={"laps_sd": [*ours, len(spec.prompt_ids)]}, **common
+                ),
             )
-        return SamplingParams(
+        chosen_by_vllm = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
@@ -103,3 +123,13 @@ class Rules:
             seed=None if self._on_cpu else (sampling.seed + 2**63) % 2**64 - 2**63,
             **common,
         )
+        return _without_words(spec, chosen_by_vllm)
+
+
+def _without_words(spec: Specification, parameters: SamplingParams) -> SamplingParams:
+    """Return the parameters with the bad words. vLLM makes token ids of texts before its engine core, and has no
+    other way to give them."""
+    words = spec.sampling.bad_words_ids
+    if words:
+        parameters._bad_words_token_ids = [list(word) for word in words]
+    return parameters

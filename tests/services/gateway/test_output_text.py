@@ -1,0 +1,40 @@
+"""Which tokens have text: special ones, and those that end an output, by the parameters of its request."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.calls.output import Output
+from gateway.links.client_stream import Accepted, Batch
+from gateway.model.tokenizer import ModelFiles
+from laps_sd.service.specifications import text_parameters
+from laps_sd.v1.gateway_link_pb2 import RequestEnd
+from laps_sd.v1.inference_pb2 import SamplingParams
+
+
+def text_of(model: ModelFiles, ids: list[int], **sampling: object) -> str:
+    """Return the text of a whole output."""
+    parameters = text_parameters(SamplingParams(**sampling))  # type: ignore[arg-type]
+    accepted = Accepted("s0.a", 3, 1, (), False, "tiny", parameters)
+    batch = Batch(0, ids, [], RequestEnd(kind=RequestEnd.KIND_STOP))
+    return Output(accepted, model).add(batch).text
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({}, "hello"),
+        ({"skip_special_tokens": False}, "<|user|>hello"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "<|user|>hello<|end|>"),
+        ({"skip_special_tokens": False, "ignore_eos": True}, "<|user|>hello<|end|>"),
+        ({"include_stop_str_in_output": True}, "hello"),
+    ],
+)
+def test_special_tokens(model: ModelFiles, sampling: dict[str, bool], text: str) -> None:
+    assert text_of(model, model.encode_rendered("<|user|>hello<|end|>"), **sampling) == text
+
+
+def test_a_stop_token_has_text_if_it_is_to_be_included(model: ModelFiles) -> None:
+    ids = model.encode_rendered("hello.")
+    assert text_of(model, ids, stop_token_ids=ids[-1:]) == "hello"
+    assert text_of(model, ids, stop_token_ids=ids[-1:], include_stop_str_in_output=True) == "hello."
