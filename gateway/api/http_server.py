@@ -38,13 +38,14 @@ from gateway.api.http_requests import (
 from gateway.api.http_stream import Turn, send_stream
 from gateway.api.openai.body import Json, read_body
 from gateway.api.openai.description import openapi_json
+from gateway.api.openai.errors import with_format_field
 from gateway.api.openai.headers import read_header, read_ttl_s
 from gateway.api.openai.reply import Reply, model_json, models_json
 from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.validation import check_model
 from gateway.tenants import Tenants
-from laps_sd.errors import LapsSdError, StartupError, Unavailable
+from laps_sd.errors import InvalidArgument, LapsSdError, StartupError, Unavailable
 from laps_sd.service.log import get_logger
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.service.serving import ServiceApp
@@ -235,6 +236,8 @@ class HttpServer:
                         self._calls.generate(parsed.requests, caller, reads_markup=parsed.kind == "chat")
                     )
                     first = await generation.read() if ttl_s is not None else []
+            except InvalidArgument as error:
+                raise with_format_field(error, parsed.format_field) from None
             except TimeoutError:
                 raise Unavailable(
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0

@@ -69,6 +69,16 @@ def error_json(error: LapsSdError) -> Json:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def with_format_field(error: InvalidArgument, field: str) -> InvalidArgument:
+    """Return an error about the output format with the name of the field that the client sent it in."""
+    if not field:
+        return error
+    first, *others = (
+        (field if name.startswith("output_format.") else name, text) for name, text in error.violations
+    )
+    return InvalidArgument(*first, *others)
+
+
 def _field_name(name: str) -> str:
     """Return OpenAI's name of one of our fields."""
     if name in ("text", "token_ids"):

@@ -91,6 +91,8 @@ def _sentence(kind: str, location: Sequence[int | str], value: object, context: 
     if IDS in location and isinstance(location[-1], int):
         return f"must be a token id, got {shown(value)}"
     match kind:
+        case "extra_forbidden":
+            return "is not a known field; leave it out"
         case "literal_error" | "missing" if location[-1] == "type":
             expected = next((types for tag, types in EXPECTED_TYPES.items() if tag in location), "function")
             return f"must be {expected}, got {shown(value)}"

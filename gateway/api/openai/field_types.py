@@ -36,7 +36,7 @@ __all__ = [
     "AtMost",
     "Biases",
     "Count",
-    "GuidedJson",
+    "JsonSchema",
     "ListedIds",
     "ListsOfIds",
     "Logprobs",
@@ -180,7 +180,8 @@ Stop = Annotated[
     BeforeValidator(_list_of_stops, json_schema_input_type=str | list[str]),
 ]
 Biases = Annotated[dict[int, float], PlainValidator(_read_biases, json_schema_input_type=dict[str, float])]
-GuidedJson = Annotated[Text, BeforeValidator(_json_text, json_schema_input_type=str | dict[str, Any])]
+JsonSchema = Annotated[Text, BeforeValidator(_json_text, json_schema_input_type=str | dict[str, Any])]
+"""A schema, also one that is written as text."""
 Logprobs = Annotated[Count | None, BeforeValidator(_none_if_false, json_schema_input_type=int | bool | None)]
 """The number of alternatives in completions; false requests none."""
 Unsupported = Annotated[Any, AfterValidator(_refuse)]

@@ -17,7 +17,7 @@ from gateway.api.openai.field_types import (
     AtMost,
     Biases,
     Count,
-    GuidedJson,
+    JsonSchema,
     ListedIds,
     ListsOfIds,
     Logprobs,
@@ -33,6 +33,7 @@ from gateway.api.openai.field_types import (
     Unsupported,
 )
 from gateway.api.openai.limits import MAX_ITEMS
+from gateway.api.openai.structured_outputs import Choices, StructuredOutputs
 from gateway.api.openai.tools import ChatToolCall, ToolFields
 from laps_sd.v1.inference_pb2 import SamplingParams
 
@@ -163,8 +164,10 @@ class Body(SamplingFields):
     workload_class: Text | None = None
     n: Count | None = None
     response_format: ResponseFormat | None = None
-    guided_json: GuidedJson | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
     guided_regex: Text | None = None
+    guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -10,7 +10,6 @@ The models check only shapes, and numbers of items against the largest possible 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,9 +24,9 @@ from gateway.api.openai.models import (
     ChatBody,
     CompletionBody,
     Message,
-    SchemaFormat,
     StreamOptions,
 )
+from gateway.api.openai.output_formats import read_format
 from gateway.api.openai.tools import set_tools, tool_call_message
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
@@ -59,9 +58,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
 IGNORED_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 """Fields that label a request and have no effect on it."""
 
-GUIDED_FIELDS = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}
-"""vLLM's names for output formats that OpenAI does not have, with ours."""
-
 CONVERSIONS: Mapping[str, Callable[[int], int]] = {
     "seed": lambda seed: seed % 2**64,
     "top_k": lambda top_k: 0 if top_k == -1 else top_k,
@@ -83,6 +79,8 @@ class ParsedRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    format_field: str
+    """The field that has the output format; empty without one."""
     include_reasoning: bool = True
 
     @property
@@ -97,7 +95,8 @@ def read_chat(body: Json) -> ParsedRequest:
         chat = ChatBody.model_validate(body)
     except ValidationError as error:
         raise invalid_argument(error) from None
-    request = _common(chat)
+    format_field, output_format = read_format(chat)
+    request = _common(chat, output_format)
     if chat.logprobs:
         request.logprobs = chat.top_logprobs or 0
     elif chat.top_logprobs:
@@ -108,7 +107,7 @@ def read_chat(body: Json) -> ParsedRequest:
     request.messages.messages.extend(map(_message, chat.messages))
     set_tools(request.messages, chat)
     _check_other_fields(body, ChatBody)
-    parsed = _parsed("chat", chat, [request])
+    parsed = _parsed("chat", chat, [request], format_field)
     return parsed if chat.include_reasoning is not False else replace(parsed, include_reasoning=False)
 
 
@@ -119,7 +118,8 @@ def read_completion(body: Json) -> ParsedRequest:
         completion = CompletionBody.model_validate(body)
     except ValidationError as error:
         raise invalid_argument(error) from None
-    request = _common(completion)
+    format_field, output_format = read_format(completion)
+    request = _common(completion, output_format)
     if completion.logprobs is not None:
         request.logprobs = completion.logprobs
     requests = []
@@ -132,7 +132,7 @@ def read_completion(body: Json) -> ParsedRequest:
             one.token_ids.ids.extend(prompt)
         requests.append(one)
     _check_other_fields(body, CompletionBody)
-    return _parsed("text", completion, requests)
+    return _parsed("text", completion, requests, format_field)
 
 
 def _prompts(prompt: str | list[int] | list[str | list[int]]) -> Sequence[str | list[int]]:
@@ -145,7 +145,9 @@ def _prompts(prompt: str | list[int] | list[str | list[int]]) -> Sequence[str | 
     return prompt
 
 
-def _parsed(kind: Kind, body: Body, requests: Sequence[inference_pb2.GenerateRequest]) -> ParsedRequest:
+def _parsed(
+    kind: Kind, body: Body, requests: Sequence[inference_pb2.GenerateRequest], format_field: str
+) -> ParsedRequest:
     options = body.stream_options or StreamOptions()
     return ParsedRequest(
         kind,
@@ -153,6 +155,7 @@ def _parsed(kind: Kind, body: Body, requests: Sequence[inference_pb2.GenerateReq
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        format_field=format_field,
     )
 
 
@@ -173,7 +176,7 @@ def _check_other_fields(body: Json, model: type[Body]) -> None:
             raise InvalidArgument(name, "is not supported: the engine does not have it; leave it out")
 
 
-def _common(body: Body) -> inference_pb2.GenerateRequest:
+def _common(body: Body, output_format: inference_pb2.OutputFormat | None) -> inference_pb2.GenerateRequest:
     """Return the fields that both endpoints have; absent fields stay absent."""
     return inference_pb2.GenerateRequest(
         model=body.model or "",
@@ -184,7 +187,7 @@ def _common(body: Body) -> inference_pb2.GenerateRequest:
         expected_output_tokens=body.expected_output_tokens,
         workload_class=body.workload_class or "",
         n=body.n,
-        output_format=_output_format(body),
+        output_format=output_format,
     )
 
 
@@ -196,25 +199,6 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
     if "bad_words_ids" in values:
         values["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in values["bad_words_ids"]]
     return inference_pb2.SamplingParams(**values)
-
-
-def _output_format(body: Body) -> inference_pb2.OutputFormat | None:
-    """Return the format in OpenAI's `response_format`, or in one of vLLM's `guided_json`, `guided_regex`,
-    `guided_grammar`."""
-    guided = {name: text for name in GUIDED_FIELDS if (text := getattr(body, name)) is not None}
-    wanted = body.response_format
-    if wanted is not None and wanted.type == "text":
-        wanted = None
-    if len(guided) + (wanted is not None) > 1:
-        raise InvalidArgument(next(iter(guided)), "cannot be used together with another output format")
-    for name, text in guided.items():
-        return inference_pb2.OutputFormat(**{GUIDED_FIELDS[name]: text})
-    if wanted is None:
-        return None
-    if isinstance(wanted, SchemaFormat):
-        # The order of properties is the order of output. `strict` is not needed: it always holds here.
-        return inference_pb2.OutputFormat(json_schema=json.dumps(wanted.json_schema.schema_))
-    return inference_pb2.OutputFormat(json_object=True)
 
 
 def _message(message: Message) -> inference_pb2.ChatMessage:

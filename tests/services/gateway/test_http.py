@@ -392,6 +392,29 @@ class TestWhatIsAskedFor:
                 OutputFormat(json_schema='{"type": "object"}'),
             ),
             ("completions", {"guided_grammar": 'start: "a"'}, OutputFormat(grammar='start: "a"')),
+            ("completions", {"guided_choice": ["a.b", "c"]}, OutputFormat(regex=r"(a\.b|c)")),
+            ("completions", {"structured_outputs": {"regex": "a+"}}, OutputFormat(regex="a+")),
+            (
+                "chat/completions",
+                {"structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": False}},
+                OutputFormat(json_schema='{"type": "object"}'),
+            ),
+            (
+                "completions",
+                {"structured_outputs": {"json": '{"type": "object"}'}},
+                OutputFormat(json_schema='{"type": "object"}'),
+            ),
+            (
+                "completions",
+                {"structured_outputs": {"choice": ["yes", "(no)"]}},
+                OutputFormat(regex=r"(yes|\(no\))"),
+            ),
+            (
+                "chat/completions",
+                {"structured_outputs": {"grammar": 'start: "a"'}},
+                OutputFormat(grammar='start: "a"'),
+            ),
+            ("completions", {"structured_outputs": {"json_object": True}}, OutputFormat(json_object=True)),
         ],
     )
     async def test_a_format_reaches_the_scheduler(
@@ -836,7 +859,8 @@ class TestARefusal:
             ({"prompt": [[1] * 530_000] * 2}, "prompt"),
             ({"stop": [""] * 65_537}, "stop"),
             ({"logprobs": 21}, "logprobs"),
-            ({"guided_json": "{"}, "response_format.json_schema"),
+            ({"guided_json": "{"}, "guided_json"),
+            ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ],
         ids=lambda value: value if isinstance(value, str) else next(iter(value)),
     )

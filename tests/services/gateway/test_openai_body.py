@@ -80,9 +80,25 @@ def fault_of(read: Callable[[Json], ParsedRequest], body: Json) -> tuple[str, st
         ({"\ud800": 1}, "\ud800", "is not a known field"),
         (
             {"guided_json": "{said}", "guided_regex": "a"},
-            "guided_json",
+            "guided_regex",
+            "cannot be used together with another output format (guided_json, guided_regex)",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs.regex",
             "cannot be used together with another",
         ),
+        ({"structured_outputs": {}}, "structured_outputs", "must hold one of json, regex, choice, grammar"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "must hold one of"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must hold at least one text"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]", "must hold no empty"),
+        ({"structured_outputs": {"choice": [5]}}, "structured_outputs.choice[0]", "must be a text, got a"),
+        (
+            {"structured_outputs": {"regex": "a", "structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "is not supported here",
+        ),
+        ({"structured_outputs": {"colour": 1}}, "structured_outputs.colour", "is not a known field"),
     ],
 )
 def test_a_fault_of_a_chat_names_its_field(change: Json, name: str, said: str) -> None:

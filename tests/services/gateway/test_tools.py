@@ -500,7 +500,7 @@ def tool(**changes: Any) -> dict[str, Any]:
             "tools",
             "cannot be used",
         ),
-        ({"guided_regex": "a"}, "response_format.regex", "cannot be used together with tools"),
+        ({"guided_regex": "a"}, "guided_regex", "cannot be used together with tools"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs", "must be an object"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "names of variables"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "the gateway sets it"),
