@@ -103,6 +103,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "loopback",
     )
 
+    unknown_fields: Literal["refuse", "ignore"] = field(
+        "refuse",
+        help="Fields of an HTTP body that have no meaning here: refuse the body, or ignore them, with one line in "
+        "the log for each name",
+    )
+
     max_streams: int = field(
         10_000,
         help="Largest number of calls that have a request open at once; further calls get RESOURCE_EXHAUSTED "

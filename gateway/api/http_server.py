@@ -42,6 +42,7 @@ from gateway.api.openai.errors import with_format_field
 from gateway.api.openai.headers import read_header, read_ttl_s
 from gateway.api.openai.reply import Reply, model_json, models_json
 from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
+from gateway.api.openai.unknown_fields import OnUnknown, UnknownFields
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.validation import check_model
 from gateway.tenants import Tenants
@@ -74,6 +75,7 @@ class HttpServer:
         self._app = app
         self._created = int(time.time())
         self._turn = Turn()
+        self._unknown = UnknownFields(calls.settings.unknown_fields)
         self.port = 0
         """The bound port, after `start`."""
         routes = web.Application(
@@ -215,7 +217,7 @@ class HttpServer:
     # ---- generation
 
     async def _generate(
-        self, request: web.Request, read: Callable[[Json], ParsedRequest]
+        self, request: web.Request, read: Callable[[Json, OnUnknown], ParsedRequest]
     ) -> web.StreamResponse:
         caller = Caller(
             tenant=self._tenants.of(request.headers.items()),
@@ -225,7 +227,9 @@ class HttpServer:
             ttl_s = read_ttl_s(
                 TTL_HEADER, single_header(request, TTL_HEADER), self._calls.settings.max_time_limit_s
             )
-            parsed = read(read_body(await read_bytes(request), self._calls.settings.max_message_fields))
+            parsed = read(
+                read_body(await read_bytes(request), self._calls.settings.max_message_fields), self._unknown
+            )
             _put_key(parsed, read_header(KEY_HEADER, single_header(request, KEY_HEADER)))
         async with AsyncExitStack() as stack:
             # With a time to live the status is sent only with the first tokens: before them the request can
@@ -248,6 +252,7 @@ class HttpServer:
                 created_unix_s=int(time.time()),
                 model=self._calls.model,
                 states=generation.states,
+                prompts=generation.prompts,
             )
             headers = {REQUEST_ID_HEADER: own_request_id(request) or reply.id}
             if parsed.stream:

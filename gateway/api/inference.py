@@ -80,6 +80,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Return the token ids of a prompt."""
         prompt = inference_pb2.GenerateRequest(model=request.model)
+        if request.HasField("add_special_tokens"):
+            prompt.add_special_tokens = request.add_special_tokens
         match request.WhichOneof("prompt"):
             case "text":
                 prompt.text = request.text

@@ -99,7 +99,13 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         with self._calls.refusals(caller):
             parsed = _parsed(request)
         async with self._calls.generate(parsed.requests, caller) as generation:
-            reply = Reply(parsed, generation.accepted, created_unix_s=0, model=self._calls.model)
+            reply = Reply(
+                parsed,
+                generation.accepted,
+                created_unix_s=0,
+                model=self._calls.model,
+                prompts=generation.prompts,
+            )
             while not generation.over:
                 for choice, piece in await generation.read():
                     reply.add(choice, piece)

@@ -55,6 +55,11 @@ class Generation:
         """The first message of each choice, by choice."""
         self.states: Sequence[State | None] = [None] * len(accepted)
         """The state that the output of each choice begins in; None: its reasoning is not read."""
+        self.prompts: list[Sequence[int]] = [
+            () if attachment.stream.submit is None else attachment.stream.submit.specification.prompt_ids
+            for attachment in attachments
+        ]
+        """Token ids of the prompt of each choice; none for requests of other calls."""
         self._attachments = attachments
         self.over = False
         """Every choice has ended, and all of its output was returned."""

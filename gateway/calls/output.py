@@ -32,6 +32,8 @@ class Piece:
     text_offset: int
     """Characters."""
     end: inference_pb2.Ended | None
+    stop: str = ""
+    """The stop string that ended the output."""
 
 
 def accepted_event(acceptance: Accepted, model: ModelFiles) -> inference_pb2.Accepted:
@@ -89,6 +91,7 @@ class Output:
             max(self.tokens, self._start_token),
             self._text.text_offset,
             None if batch.end is None else self._ended(batch.end),
+            self._text.stopped_by if batch.end is not None else "",
         )
 
     def _ended(self, end: link_pb2.RequestEnd) -> inference_pb2.Ended:

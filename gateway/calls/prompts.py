@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.calls.tools import template_tools
 from gateway.model.bounded_json import decode_text, is_flat
+from gateway.model.continued import cut_after
 from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
@@ -44,9 +45,10 @@ class Prompts:
         """Return the token ids of a checked request's prompt."""
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._encode(request.text, rendered=False)
+                special = request.add_special_tokens or not request.HasField("add_special_tokens")
+                return await self._encode(request.text, rendered=not special)
             case "messages":
-                return await self._encode(rendered, rendered=True)
+                return await self._encode(rendered, rendered=not request.add_special_tokens)
             case _:
                 return list(request.token_ids.ids)
 
@@ -57,10 +59,26 @@ class Prompts:
     def _render(self, chat: inference_pb2.ChatMessages) -> str:
         assert self._model.template is not None, "messages are refused without a template"
         arguments = decode_text(chat.template_arguments) if chat.template_arguments else {}
+        continues = chat.continue_final_message
+        begins = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
         try:
-            return self._model.template.render(list(_messages_of(chat)), template_tools(chat), arguments)
+            text = self._model.template.render(
+                list(_messages_of(chat)),
+                template_tools(chat),
+                arguments,
+                add_generation_prompt=begins and not continues,
+            )
         except TemplateRefused as error:
             raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
+        if not continues:
+            return text
+        cut = cut_after(text, chat.messages[-1].content)
+        if cut is None:
+            raise InvalidArgument(
+                "messages.continue_final_message",
+                "cannot be used: the chat template changes the last message",
+            )
+        return cut
 
     async def _encode(self, text: str, *, rendered: bool) -> list[int]:
         if len(text) < THREAD_FROM_CHARACTERS:

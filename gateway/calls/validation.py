@@ -132,6 +132,7 @@ def _check_prompt(
         case "messages":
             _check_messages(request.messages, settings, model)
             check_tools(request, settings, model)
+            _check_continuation(request.messages)
         case "token_ids":
             ids = request.token_ids.ids
             if not ids:
@@ -162,6 +163,20 @@ def _check_messages(chat: inference_pb2.ChatMessages, settings: GatewaySettings,
     if not any(message.content for message in messages):
         raise InvalidArgument("messages.messages", "must hold at least one message with content")
     _check_characters("messages.messages", characters_of(chat), settings, model)
+
+
+def _check_continuation(chat: inference_pb2.ChatMessages) -> None:
+    if not chat.continue_final_message:
+        return
+    if chat.add_generation_prompt:
+        raise InvalidArgument(
+            "messages.continue_final_message", "cannot be used together with add_generation_prompt: true"
+        )
+    if not chat.messages[-1].content.strip():
+        raise InvalidArgument(
+            f"messages.messages[{len(chat.messages) - 1}].content",
+            "must not be empty where continue_final_message is true",
+        )
 
 
 def _check_characters(field: str, characters: int, settings: GatewaySettings, model: ModelFiles) -> None:

@@ -97,6 +97,8 @@ class Detokenizer:
         self._shown = 0  # characters
         self._start_offset = start_offset
         self._included = included
+        self.stopped_by = ""
+        """The stop string that ended the output, after `finish`; empty if none did."""
         self._immune_tokens = min_tokens if stop else 0  # those of the first `min_tokens` that are to come
         self._immune = 0  # characters of the held text within T(min_tokens)
 
@@ -129,6 +131,7 @@ class Detokenizer:
         characters at the very end have no text.
         """
         end = max(0, len(self._held) - cut_characters)
+        self.stopped_by = self._stop_at(end)
         self._held = self._held[:end]
         return self._show(end if self._included else min(self._first_stop(), end))
 
@@ -138,6 +141,14 @@ class Detokenizer:
         known = min(count, max(0, self._start_offset - self._shown))
         self._shown += count
         return text[known:]
+
+    def _stop_at(self, end: int) -> str:
+        """Return the stop string that begins, or if it is included ends, where the held text is cut."""
+        if self._included:
+            found = [stop for stop in self._stop if self._held.endswith(stop, 0, end)]
+            return max(found, key=len, default="")
+        found = [stop for stop in self._stop if self._held.startswith(stop, end)]
+        return min(found, key=len, default="")
 
     def _first_stop(self) -> int:
         """Return the index of the first stop string in the held text; the length of the held text if there is

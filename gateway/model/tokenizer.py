@@ -81,8 +81,11 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Message] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt up to the beginning of the assistant's answer. Raises TemplateRefused.
+        """Return the prompt, up to the beginning of the assistant's answer if that is to be added. Raises
+        TemplateRefused.
 
         `tools` and messages have the form of OpenAI's API, but arguments of calls are objects. A template that has
         no place for tools or calls gets them as text.
@@ -99,7 +102,7 @@ class ChatTemplate:
                 messages=[dict(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:

@@ -112,6 +112,7 @@ KNOWN = frozenset(
         "LAPS_SD_TOOL_PARSER",
         "LAPS_SD_TRUST_REMOTE_CODE",
         "LAPS_SD_TRUST_TENANT_METADATA",
+        "LAPS_SD_UNKNOWN_FIELDS",
         "LAPS_SD_URL",
         "LAPS_SD_VLLM_ARGS",
         "LAPS_SD_VLLM_METRICS",

@@ -18,6 +18,7 @@ FIELD_NAMES = (
     ("messages.tools", "tools"),
     ("messages.tool_choice", "tool_choice"),
     ("messages.template_arguments", "chat_template_kwargs"),
+    ("messages.", ""),
     ("token_ids.ids", "prompt"),
     ("output_format.", "response_format."),
 )

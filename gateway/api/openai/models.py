@@ -169,6 +169,10 @@ class Body(SamplingFields):
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -179,6 +183,8 @@ class ChatBody(Body, ToolFields):
     top_logprobs: Count | None = None
     logprobs: bool | None = None
     max_completion_tokens: Positive | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     messages: Annotated[list[Message], Field(fail_fast=True), AtMost(MAX_ITEMS)]
 
 

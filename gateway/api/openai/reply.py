@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.api.ends import OPENAI
 from gateway.api.openai.body import Json
+from gateway.api.openai.echo import echo_of
 from gateway.api.openai.message import MessageReader, readers_of
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.output import Piece
@@ -41,6 +42,11 @@ class _Choice:
     """Reads calls of tools and reasoning; None: the text is the content."""
     around_text: tuple[str, str] | None = None
     """The event of a text, before and after the text; made for the first one."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens that have not been sent, if they are wanted."""
+    last_token: int = -1
+    stop: str = ""
+    """The stop string that ended it."""
 
 
 class Reply:
@@ -55,11 +61,14 @@ class Reply:
         created_unix_s: int,
         model: ModelFiles,
         states: Sequence[State | None] = (),
+        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
+        """`prompts`: token ids of the prompt of each choice."""
         self._parsed = parsed
         self._files = model
         self._chat = parsed.kind == "chat"
         self._has_logprobs = parsed.requests[0].HasField("logprobs")
+        self._keeps_tokens = parsed.return_token_ids or bool(parsed.requests[0].sampling.stop_token_ids)
         self._model = accepted[0].model
         self._created = created_unix_s
         self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: parsed.choices_per_prompt])
@@ -67,6 +76,13 @@ class Reply:
         ids = [one.request_id for one in accepted]
         readers = readers_of(parsed, model.dialect, states or [None] * len(ids), model.pieces, ids)
         self._choices = [_Choice(reader=reader) for reader in readers]
+        self._prompts = prompts
+        self._echoes = [""] * len(accepted)
+        if parsed.echo:
+            requests = [request for request in parsed.requests for _ in range(parsed.choices_per_prompt)]
+            self._echoes = [
+                echo_of(request, prompt, model) for request, prompt in zip(requests, prompts, strict=True)
+            ]
         self.id = accepted[0].request_id
         """Request id of the first choice; every other call of LAPS-SD accepts it."""
 
@@ -84,6 +100,12 @@ class Reply:
         self._completion_tokens += len(piece.token_ids)
         if piece.logprobs:
             kept.logprobs.extend(zip(piece.token_ids, piece.logprobs, strict=False))
+        if self._keeps_tokens and piece.token_ids:
+            kept.last_token = piece.token_ids[-1]
+            if self._parsed.return_token_ids:
+                kept.token_ids.extend(piece.token_ids)
+        if piece.end is not None:
+            kept.stop = piece.stop
         if not self._parsed.stream:
             kept.texts.append(piece.text)
 
@@ -101,21 +123,28 @@ class Reply:
         """Return the answer of a call without stream; every choice has ended."""
         choices = []
         for index, choice in enumerate(self._choices):
-            text = "".join(choice.texts)
+            text = self._echoes[index] + "".join(choice.texts)
             content: Json = {"text": text}
             if self._chat:
                 plain = {"role": "assistant", "content": text}
-                content = {"message": choice.reader.message() if choice.reader is not None else plain}
+                content = {"message": plain if choice.reader is None else choice.reader.message()}
+                if choice.reader is not None and self._echoes[index]:
+                    read = content["message"]
+                    read["content"] = self._echoes[index] + (read["content"] or "")
             choices.append(
                 {
                     "index": index,
                     **content,
                     "logprobs": self._logprobs(choice),
                     "finish_reason": _finish(choice),
+                    "stop_reason": self._stop_reason(choice),
+                    **self._token_ids(choice),
+                    **(self._prompt_ids(index) if not self._chat else {}),
                 }
             )
         return {
             **self._envelope("chat.completion" if self._chat else "text_completion"),
+            **(self._prompt_ids(0) if self._chat else {}),
             "choices": choices,
             "usage": self._usage(),
             "metrics": self._metrics(),
@@ -123,10 +152,14 @@ class Reply:
 
     def opening(self) -> bytes:
         """Return the events before any output has arrived."""
-        if not self._chat:
-            return b""
-        first = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(sse(self._chunk(index, first, None)) for index in range(len(self._choices)))
+        parts = []
+        for index, echo in enumerate(self._echoes):
+            if self._chat:
+                first: Json = {"delta": {"role": "assistant", "content": echo}}
+                parts.append(sse(self._chunk(index, first, None) | self._prompt_ids(index)))
+            elif echo or self._parsed.return_token_ids:
+                parts.append(sse(self._chunk(index, {"text": echo} | self._prompt_ids(index), None)))
+        return b"".join(parts)
 
     def events(self, choice: int, piece: Piece) -> bytes:
         """Return the events of a piece, and add it. Raises the failure of a failed choice; then the piece has
@@ -166,7 +199,7 @@ class Reply:
     def _text_event(self, index: int, text: str) -> bytes:
         """Return the event of a text: most of what a gateway sends. Only the text and the usage change from one
         to the next, so the rest is made once; `_chunk` describes what results."""
-        if self._has_logprobs:
+        if self._has_logprobs or self._parsed.return_token_ids:
             return sse(self._chunk(index, self._content(text), None))
         choice = self._choices[index]
         if choice.around_text is None:
@@ -198,12 +231,37 @@ class Reply:
                     **content,
                     "logprobs": self._logprobs(self._choices[index]),
                     "finish_reason": finish_reason,
+                    **self._ending(self._choices[index]),
+                    **self._token_ids(self._choices[index]),
                 }
             ],
         }
         if self._parsed.include_usage:
             chunk["usage"] = self._usage() if self._parsed.continuous_usage else None
         return chunk
+
+    def _ending(self, choice: _Choice) -> Json:
+        return {} if choice.end is None else {"stop_reason": self._stop_reason(choice)}
+
+    def _stop_reason(self, choice: _Choice) -> str | int | None:
+        """Return vLLM's `stop_reason`: the stop string or the stop token that ended an output."""
+        assert choice.end is not None, "only what has ended has a reason"
+        match end_of_reason(choice.end.finish_reason):
+            case End.STOP_SEQUENCE:
+                return choice.stop or None
+            case End.STOP if choice.last_token in self._parsed.requests[0].sampling.stop_token_ids:
+                return choice.last_token
+        return None
+
+    def _token_ids(self, choice: _Choice) -> Json:
+        """Return the tokens that have not been sent, if they are wanted."""
+        if not self._parsed.return_token_ids:
+            return {}
+        ids, choice.token_ids = choice.token_ids, []
+        return {"token_ids": ids}
+
+    def _prompt_ids(self, index: int) -> Json:
+        return {"prompt_token_ids": list(self._prompts[index])} if self._parsed.return_token_ids else {}
 
     def _logprobs(self, choice: _Choice) -> Json | None:
         """Return the log probabilities that have not been sent; None if there are none. Unknown ones are
@@ -246,6 +304,8 @@ class Reply:
     def _name(self, token: int, before: str = "") -> str:
         """Return a token's text. Part of a character is written as its bytes, as OpenAI does: `\\xe2\\x82`,
         in completions after `bytes:`."""
+        if self._parsed.tokens_as_ids:
+            return f"token_id:{token}"
         octets = self._files.pieces.bytes_of(token)
         try:
             return octets.decode()

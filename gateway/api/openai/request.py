@@ -28,6 +28,7 @@ from gateway.api.openai.models import (
 )
 from gateway.api.openai.output_formats import read_format
 from gateway.api.openai.tools import set_tools, tool_call_message
+from gateway.api.openai.unknown_fields import OnUnknown, refuse
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
@@ -37,26 +38,70 @@ Kind = Literal["chat", "text"]
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "function_call": ("auto", "none"),
     "functions": ([],),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),
     "prediction": (),
+    "prompt_embeds": ([],),
+    "prompt_logprobs": (),
     "reasoning_effort": (),
+    "repetition_detection": (),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "verbosity": (),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 """Fields that the engine does not support (some of them only in completions of text), with the values (besides null) that do not request them."""
 
-IGNORED_FIELDS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+REASONS: Mapping[str, str] = {
+    "cache_salt": "the prefix cache is shared by all requests of a worker, see docs/security.md",
+    "guided_decoding_backend": "formats have one backend here",
+    "guided_whitespace_pattern": "the blanks between the parts of JSON are fixed",
+    "prompt_logprobs": "the log probabilities of a prompt are not computed",
+    "truncate_prompt_tokens": "a prompt is never cut; send fewer tokens",
+    "use_beam_search": "outputs are sampled; n makes several",
+}
+"""The reasons why fields are not supported, where there is more to say."""
+
+IGNORED_FIELDS = (
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "session_id",
+    "user",
+)
 """Fields that label a request and have no effect on it."""
+
+NO_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "spaces_between_special_tokens": (False, True),
+    "stream_interval": (1,),
+}
+"""Fields whose values all mean the same here: the tokenizers of language models put no spaces between special
+tokens, and each event has what has arrived."""
 
 CONVERSIONS: Mapping[str, Callable[[int], int]] = {
     "seed": lambda seed: seed % 2**64,
@@ -82,6 +127,11 @@ class ParsedRequest:
     format_field: str
     """The field that has the output format; empty without one."""
     include_reasoning: bool = True
+    echo: bool = False
+    """The text begins with the prompt; in a chat with an assistant's last message."""
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log probabilities name tokens by their ids."""
 
     @property
     def choices_per_prompt(self) -> int:
@@ -89,7 +139,7 @@ class ParsedRequest:
         return self.requests[0].n if self.requests[0].HasField("n") else 1
 
 
-def read_chat(body: Json) -> ParsedRequest:
+def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     """Parse the body of a chat completion. Raises InvalidArgument."""
     try:
         chat = ChatBody.model_validate(body)
@@ -106,12 +156,15 @@ def read_chat(body: Json) -> ParsedRequest:
     request.messages.SetInParent()
     request.messages.messages.extend(map(_message, chat.messages))
     set_tools(request.messages, chat)
-    _check_other_fields(body, ChatBody)
+    if chat.add_generation_prompt is not None:
+        request.messages.add_generation_prompt = chat.add_generation_prompt
+    request.messages.continue_final_message = bool(chat.continue_final_message)
+    _check_other_fields(body, ChatBody, on_unknown)
     parsed = _parsed("chat", chat, [request], format_field)
     return parsed if chat.include_reasoning is not False else replace(parsed, include_reasoning=False)
 
 
-def read_completion(body: Json) -> ParsedRequest:
+def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     """Parse the body of a completion of text or token ids; each of several prompts becomes a request. Raises
     InvalidArgument."""
     try:
@@ -122,6 +175,8 @@ def read_completion(body: Json) -> ParsedRequest:
     request = _common(completion, output_format)
     if completion.logprobs is not None:
         request.logprobs = completion.logprobs
+        if completion.echo:
+            raise InvalidArgument("echo", "cannot be used with logprobs: those of a prompt are not computed")
     requests = []
     for prompt in _prompts(completion.prompt):
         one = inference_pb2.GenerateRequest()
@@ -131,7 +186,7 @@ def read_completion(body: Json) -> ParsedRequest:
         else:
             one.token_ids.ids.extend(prompt)
         requests.append(one)
-    _check_other_fields(body, CompletionBody)
+    _check_other_fields(body, CompletionBody, on_unknown)
     return _parsed("text", completion, requests, format_field)
 
 
@@ -156,10 +211,13 @@ def _parsed(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         format_field=format_field,
+        echo=bool(body.echo),
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
-def _check_other_fields(body: Json, model: type[Body]) -> None:
+def _check_other_fields(body: Json, model: type[Body], on_unknown: OnUnknown) -> None:
     """Raise InvalidArgument for fields that would change the answer and are not supported."""
     options = body.get("stream_options") or {}
     if options and not body.get("stream"):
@@ -170,10 +228,14 @@ def _check_other_fields(body: Json, model: type[Body]) -> None:
     for name, value in body.items():
         if value is None or name in model.model_fields or name in IGNORED_FIELDS:
             continue
-        if name not in UNSUPPORTED_FIELDS:
-            raise InvalidArgument(name[:80], "is not a known field; leave it out")
-        if value not in UNSUPPORTED_FIELDS[name]:
-            raise InvalidArgument(name, "is not supported: the engine does not have it; leave it out")
+        if name == "best_of":
+            if value != (body.get("n") or 1):
+                raise InvalidArgument(name, "must be n, the number of outputs, which are all returned")
+        elif name not in UNSUPPORTED_FIELDS and name not in NO_EFFECT and name not in REASONS:
+            on_unknown(name)
+        elif value not in UNSUPPORTED_FIELDS.get(name, NO_EFFECT.get(name, ())):
+            reason = REASONS.get(name, "the engine does not have it")
+            raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
 
 
 def _common(body: Body, output_format: inference_pb2.OutputFormat | None) -> inference_pb2.GenerateRequest:
@@ -188,6 +250,7 @@ def _common(body: Body, output_format: inference_pb2.OutputFormat | None) -> inf
         workload_class=body.workload_class or "",
         n=body.n,
         output_format=output_format,
+        add_special_tokens=body.add_special_tokens,
     )
 
 
