@@ -132,6 +132,7 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
             name=settings.model,
             context_tokens=settings.context_tokens,
             parsers=(settings.tool_parser, settings.reasoning_parser),
+            recommendations=settings.generation_config == "model",
         )
     except ModelFilesError as error:
         raise StartupError(f"The model {settings.model!r} cannot be served: {error}.") from error

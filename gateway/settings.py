@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ __all__ = ["GatewaySettings", "ReasoningParser", "ToolParser"]
 
 ToolParser: TypeAlias = Literal["auto", "hermes", "llama3_json", "mistral", "json", "none"]
 ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "config.json, at most 8192. Workers must have the same value.",
         minimum=2,
     )
+    generation_config: Literal["model", "none"] = field(
+        "model",
+        help="Defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens: those in the model's "
+        "generation_config.json, or none, so that requests that set nothing are sampled from the model's own"
+        " distribution",
+    )
     trust_tenant_metadata: bool = field(
         False,
         help="Take the tenant from the metadata or header laps-sd-tenant of a call, or from "
@@ -107,6 +116,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "refuse",
         help="Fields of an HTTP body that have no meaning here: refuse the body, or ignore them, with one line in "
         "the log for each name",
+    )
+
+    cors_origins: tuple[str, ...] = field(
+        (),
+        help="Origins whose web pages may call the HTTP port (https://app.example; * for all). Empty: none. Cookies "
+        "are never allowed",
     )
 
     max_streams: int = field(
@@ -210,6 +225,9 @@ class GatewaySettings(LinkSettings, ServingSettings):
         yield from super().problems()
         if not self.shard or not all(character.isalnum() or character in "-_" for character in self.shard):
             yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                yield f"LAPS_SD_CORS_ORIGINS must be origins such as https://app.example, or *, got {origin!r}."
         if not self.model:
             yield "LAPS_SD_MODEL must not be empty."
         if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:

@@ -52,6 +52,7 @@ def complete(
         top_p=1.0,
         seed=fallback_seed,
     )
+    filled_in.MergeFrom(model.recommended)
     if not sampling.HasField("max_tokens"):
         filled_in.max_tokens = min(
             max(filled_in.max_tokens, sampling.min_tokens), left, settings.max_output_tokens

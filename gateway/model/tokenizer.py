@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +18,11 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from gateway.model.dialect import NONE, Dialect, Parsers, dialect_of
+from gateway.model.generation_config import recommended
 from gateway.model.token_bytes import TokenBytes
 from gateway.model.tool_calls.described import Message, described, flattened
 from laps_sd.service import model_dir
+from laps_sd.v1.inference_pb2 import SamplingParams
 
 __all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
 
@@ -149,6 +151,8 @@ class ModelFiles:
     dialect: Dialect = NONE
     markup_ids: frozenset[int] = frozenset()
     """Those of `silent_ids` that are markup of tool calls or reasoning."""
+    recommended: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters that the model's generation_config.json recommends."""
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a plain text, with the tokens that the tokenizer adds around a sequence
@@ -183,11 +187,14 @@ def load_model(
     name: str,
     context_tokens: int | None = None,
     parsers: Parsers = ("auto", "auto"),
+    recommendations: bool = True,
 ) -> ModelFiles:
     """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
     ModelFilesError.
 
-    `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template.
+    `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template; without
+    `recommendations` the sampling parameters in
+    generation_config.json are not read.
     """
     tokenizer_path = directory / "tokenizer.json"
     if not tokenizer_path.is_file():
@@ -205,6 +212,13 @@ def load_model(
     text_config = config.get("text_config", config)
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
     generation_config = _read_json(directory / "generation_config.json")
+
+    try:
+        parameters = recommended(generation_config) if recommendations else SamplingParams()
+    except ValueError as error:
+        raise ModelFilesError(
+            f"{directory / 'generation_config.json'}: {error}; LAPS_SD_GENERATION_CONFIG=none does not read it"
+        ) from None
 
     limit = model_dir.context_tokens(directory, context_tokens)
     if limit is None:
@@ -243,6 +257,7 @@ def load_model(
         pieces=TokenBytes(tokenizer),
         dialect=dialect,
         markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in dialect.markup()},
+        recommended=parameters,
     )
 
 

@@ -22,7 +22,15 @@ from worker_svc.link.wire import specification
 
 VOCABULARY, CONTEXT = 5000, 256
 MODEL = cast(
-    ModelFiles, SimpleNamespace(name="tiny", template=None, context_tokens=CONTEXT, vocab_size=VOCABULARY)
+    ModelFiles,
+    SimpleNamespace(
+        name="tiny",
+        template=None,
+        context_tokens=CONTEXT,
+        vocab_size=VOCABULARY,
+        recommended=pb.SamplingParams(),
+        encode_rendered=lambda text: [*[len(text)] * (limits.MAX_BAD_WORD_TOKENS - 1), int(text)],
+    ),
 )
 LARGEST = pb.GenerateRequest(
     text="x",
@@ -33,6 +41,15 @@ LARGEST = pb.GenerateRequest(
         frequency_penalty=-limits.MAX_PENALTY,
         logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIAS), -limits.MAX_BIAS),
         seed=limits.MAX_SEED,
+        stop_token_ids=range(limits.MAX_STOP_TOKENS),
+        allowed_token_ids=range(limits.MAX_ALLOWED_TOKENS),
+        bad_words=[
+            str(number).zfill(limits.MAX_BAD_WORD_CHARACTERS) for number in range(limits.MAX_BAD_WORDS)
+        ],
+        bad_words_ids=[
+            pb.TokenIds(ids=[number] * limits.MAX_BAD_WORD_TOKENS)
+            for number in range(limits.MAX_BAD_WORDS_IDS - 2 * limits.MAX_BAD_WORDS)
+        ],
         stop=["🦊" * limits.MAX_STOP_CHARACTERS] * limits.MAX_STOP_STRINGS,
     ),
     output_format=pb.OutputFormat(regex="🦊" * limits.MAX_FORMAT_CHARACTERS),
@@ -78,6 +95,24 @@ def set_logit_bias(wire: Specification, count: int) -> None:
     wire.sampling.logit_bias.update(dict.fromkeys(range(count), 1.0))
 
 
+def set_stop_tokens(wire: Specification, count: int) -> None:
+    wire.sampling.stop_token_ids[:] = [1] * count
+
+
+def set_allowed(wire: Specification, count: int) -> None:
+    wire.sampling.allowed_token_ids[:] = [1] * count
+
+
+def set_bad_words(wire: Specification, count: int) -> None:
+    del wire.sampling.bad_words_ids[:]
+    wire.sampling.bad_words_ids.extend([pb.TokenIds(ids=[1])] * count)
+
+
+def set_bad_word(wire: Specification, count: int) -> None:
+    del wire.sampling.bad_words_ids[:]
+    wire.sampling.bad_words_ids.add(ids=[1] * count)
+
+
 def set_logprobs(wire: Specification, count: int) -> None:
     wire.logprobs = count
 
@@ -92,6 +127,10 @@ def set_format(wire: Specification, count: int) -> None:
     [
         (set_stop, 64, "sampling.stop"),
         (set_logit_bias, 4096, "sampling.logit_bias"),
+        (set_stop_tokens, 256, "sampling.stop_token_ids"),
+        (set_allowed, 4096, "sampling.allowed_token_ids"),
+        (set_bad_words, 1536, "sampling.bad_words_ids"),
+        (set_bad_word, 256, "sampling.bad_words_ids"),
         (set_logprobs, 256, "logprobs"),
         (set_format, 512 * 1024, "output_format"),
     ],
