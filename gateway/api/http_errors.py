@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterable
 from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.api.openai.errors import error_json, http_status, retry_headers
+from gateway.api.openai.values import shown
 from laps_sd.errors import LapsSdError, Unauthenticated
 from laps_sd.service.log import get_logger
 
-__all__ = ["HTTP_LOGGER", "incident", "is_news", "refusal_response", "response_of_aiohttp"]
+__all__ = ["HTTP_LOGGER", "incident", "is_news", "not_found", "refusal_response", "response_of_aiohttp"]
 
 log = get_logger(__name__)
 
@@ -50,6 +52,14 @@ def response_of_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Respons
     if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         response.force_close()  # the rest of the body is not worth reading
     return response
+
+
+def not_found(request: web.Request, paths: Iterable[str]) -> web.Response:
+    """Return the answer to a path that does not exist, with those that do."""
+    error = web.HTTPNotFound(
+        text=f"{shown(request.path)} is not a path of this server, which has {', '.join(paths)}"
+    )
+    return response_of_aiohttp(error, 0)
 
 
 def incident(error: Exception, path: str) -> LapsSdError:

@@ -6,6 +6,8 @@
     GET  /live                                      200 while the process answers at all
     GET  /metrics                                   Prometheus, the same as at the metrics port
     GET  /openapi.json                              all of this as an OpenAPI description
+    GET  /version, /ping, /load                     as a server of vLLM has them
+    POST /tokenize, /detokenize                     the same
 
 aiohttp cancels the handler of a client that disconnects; the handler's attachments are then closed, without
 code here. Until a request is accepted an error is a status with OpenAI's error object; after the first chunk
@@ -27,7 +29,15 @@ import prometheus_client
 from aiohttp import web
 
 from gateway.api.http_connections import HEADERS_S, HttpConnections
-from gateway.api.http_errors import HTTP_LOGGER, incident, is_news, refusal_response, response_of_aiohttp
+from gateway.api.http_cors import Cors
+from gateway.api.http_errors import (
+    HTTP_LOGGER,
+    incident,
+    is_news,
+    not_found,
+    refusal_response,
+    response_of_aiohttp,
+)
 from gateway.api.http_requests import (
     REQUEST_ID_HEADER,
     expect_continue,
@@ -36,6 +46,7 @@ from gateway.api.http_requests import (
     single_header,
 )
 from gateway.api.http_stream import Turn, send_stream
+from gateway.api.http_vllm import VllmRoutes
 from gateway.api.openai.body import Json, read_body
 from gateway.api.openai.description import openapi_json
 from gateway.api.openai.errors import with_format_field
@@ -76,6 +87,7 @@ class HttpServer:
         self._created = int(time.time())
         self._turn = Turn()
         self._unknown = UnknownFields(calls.settings.unknown_fields)
+        self._cors = Cors(calls.settings.cors_origins)
         self.port = 0
         """The bound port, after `start`."""
         routes = web.Application(
@@ -89,6 +101,8 @@ class HttpServer:
         routes.router.add_get("/live", self._live)
         routes.router.add_get("/metrics", self._metrics)
         routes.router.add_get("/openapi.json", self._openapi)
+        VllmRoutes(calls, tenants, self._unknown).add_to(routes.router, self._health)
+        routes.on_response_prepare.append(self._cors.grant)
         self.routes = routes.router
         """The handler of each path."""
         self._runner = web.AppRunner(
@@ -170,16 +184,29 @@ class HttpServer:
         return response
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (preflight := self._cors.preflight(request)) is not None:
+            return preflight
         try:
             return await handler(request)
         except LapsSdError as error:
             return refusal_response(error)
+        except web.HTTPNotFound:
+            return not_found(request, self._paths())
         except web.HTTPException as error:
             return response_of_aiohttp(error, self._calls.settings.max_message_bytes)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
             return refusal_response(incident(error, request.path))
+
+    def _paths(self) -> list[str]:
+        """Return the method and path of each endpoint, in the order of the paths."""
+        routes = sorted(
+            (route.resource.canonical, route.method)
+            for route in self.routes.routes()
+            if route.resource is not None and route.method != "HEAD"
+        )
+        return [f"{method} {path}" for path, method in routes]
 
     # ---- endpoints
 

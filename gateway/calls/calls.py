@@ -90,6 +90,11 @@ class Calls:
         return self._no_room(1) or self._shards.refusal
 
     @property
+    def streams(self) -> int:
+        """Return the number of requests that are open at this gateway."""
+        return self._shards.streams
+
+    @property
     def workers(self) -> int:
         """Return the number of connected workers of all shards. A request is accepted even with no worker,
         and waits for one."""
@@ -173,14 +178,24 @@ class Calls:
         check_request(request, self.settings, self.model)
         return await self._prompts.ids_of(request, self._prompts.rendered(request))
 
-    def detokenize(self, model: str, ids: Sequence[int], caller: Caller) -> str:
-        """Return the text of a whole output. Raises InvalidArgument, ResourceExhausted."""
+    def detokenize(
+        self,
+        model: str,
+        ids: Sequence[int],
+        caller: Caller,
+        *,
+        field: str = "token_ids",
+        special: bool = False,
+    ) -> str:
+        """Return the text of a whole output, with that of special tokens if `special`. `field` is the name of
+        `ids` in errors. Raises InvalidArgument, ResourceExhausted."""
         self._charge(caller)
         check_model(model, self.model)
         if len(ids) > self.model.context_tokens:
-            raise InvalidArgument("token_ids", f"must be at most {self.model.context_tokens}, got {len(ids)}")
-        check_ids("token_ids", ids, self.model)
-        text = Detokenizer(self.model.decode, silent_ids=self.model.silent_ids)
+            raise InvalidArgument(field, f"must be at most {self.model.context_tokens}, got {len(ids)}")
+        check_ids(field, ids, self.model)
+        silent_ids = frozenset[int]() if special else self.model.silent_ids
+        text = Detokenizer(self.model.decode, silent_ids=silent_ids)
         return text.feed(ids) + text.finish()
 
     @contextmanager

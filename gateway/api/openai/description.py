@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 import laps_sd
 from gateway.api.openai.body import Json
 from gateway.api.openai.models import ChatBody, CompletionBody
+from gateway.api.openai.tokens import DetokenizeBody, TokenizeBody
 
 __all__ = ["openapi_json"]
 
@@ -52,6 +53,18 @@ STATUS: Json = {
         "reason": {"type": "string"},
     },
 }
+TOKENS: Json = {
+    "description": "The tokens of a prompt.",
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens"],
+    "properties": {
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer", "description": "Tokens of prompt and output together."},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "token_strs": {"type": ["array", "null"], "items": {"type": ["string", "null"]}},
+    },
+}
+BODIES = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
 KEY: Json = {
     "type": "http",
     "scheme": "bearer",
@@ -64,7 +77,7 @@ NO_KEY: list[Json] = []
 def openapi_json() -> bytes:
     """Return the description as JSON. It is the same for each gateway of a version."""
     _, bodies = models_json_schema(
-        [(ChatBody, "validation"), (CompletionBody, "validation")],
+        [(model, "validation") for model in BODIES],
         ref_template="#/components/schemas/{model}",
     )
     description = {
@@ -111,10 +124,36 @@ def openapi_json() -> bytes:
                     errors=("401", "403"),
                 )
             },
+            "/version": {"get": _page("The version of LAPS-SD", _object(version="string"), security=NO_KEY)},
+            "/ping": {
+                method: _page(
+                    "As /health",
+                    _ref("Status"),
+                    other={"503": _answer("A new request would not be accepted, and why", _ref("Status"))},
+                    security=NO_KEY,
+                )
+                for method in ("get", "post")
+            },
+            "/load": {
+                "get": _page(
+                    "The number of open requests of this gateway",
+                    _object(server_load="integer"),
+                    errors=("401", "403"),
+                )
+            },
+            "/tokenize": {"post": _call("Token ids of a prompt", TokenizeBody.__name__, "Tokens")},
+            "/detokenize": {"post": _call("Text of token ids", DetokenizeBody.__name__, "Prompt")},
             "/openapi.json": {"get": _page("This description", {"type": "object"}, security=NO_KEY)},
         },
         "components": {
-            "schemas": bodies["$defs"] | {"Error": ERROR, "Model": MODEL, "Status": STATUS},
+            "schemas": bodies["$defs"]
+            | {
+                "Error": ERROR,
+                "Model": MODEL,
+                "Prompt": _object(prompt="string"),
+                "Status": STATUS,
+                "Tokens": TOKENS,
+            },
             "securitySchemes": {"key": KEY},
         },
     }
@@ -132,6 +171,27 @@ def _generation(summary: str, body: str) -> Json:
             "200": {"description": "The output, whole or as server-sent events", "content": whole | stream},
             "default": _answer("An error", _ref("Error")),
         },
+    }
+
+
+def _call(summary: str, body: str, answer: str) -> Json:
+    """Return the description of an endpoint that answers a body at once."""
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
+        "responses": {
+            "200": _answer("The answer", _ref(answer)),
+            "default": _answer("An error", _ref("Error")),
+        },
+    }
+
+
+def _object(**types: str) -> Json:
+    """Return the schema of an object whose fields have these types."""
+    return {
+        "type": "object",
+        "required": list(types),
+        "properties": {name: {"type": kind} for name, kind in types.items()},
     }
 
 

@@ -32,7 +32,7 @@ from gateway.api.openai.unknown_fields import OnUnknown, refuse
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Kind", "ParsedRequest", "read_chat", "read_completion"]
+__all__ = ["Kind", "ParsedRequest", "put_messages", "read_chat", "read_completion"]
 
 Kind = Literal["chat", "text"]
 
@@ -153,12 +153,8 @@ def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
         raise InvalidArgument("top_logprobs", "needs logprobs: true")
     if chat.max_completion_tokens is not None:
         request.sampling.max_tokens = chat.max_completion_tokens
-    request.messages.SetInParent()
-    request.messages.messages.extend(map(_message, chat.messages))
+    put_messages(request, chat.messages, chat.add_generation_prompt, chat.continue_final_message)
     set_tools(request.messages, chat)
-    if chat.add_generation_prompt is not None:
-        request.messages.add_generation_prompt = chat.add_generation_prompt
-    request.messages.continue_final_message = bool(chat.continue_final_message)
     _check_other_fields(body, ChatBody, on_unknown)
     parsed = _parsed("chat", chat, [request], format_field)
     return parsed if chat.include_reasoning is not False else replace(parsed, include_reasoning=False)
@@ -262,6 +258,20 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
     if "bad_words_ids" in values:
         values["bad_words_ids"] = [inference_pb2.TokenIds(ids=word) for word in values["bad_words_ids"]]
     return inference_pb2.SamplingParams(**values)
+
+
+def put_messages(
+    request: inference_pb2.GenerateRequest,
+    messages: Sequence[Message],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+) -> None:
+    """Set the prompt of a request to the messages of a chat."""
+    request.messages.SetInParent()
+    request.messages.messages.extend(map(_message, messages))
+    if add_generation_prompt is not None:
+        request.messages.add_generation_prompt = add_generation_prompt
+    request.messages.continue_final_message = bool(continue_final_message)
 
 
 def _message(message: Message) -> inference_pb2.ChatMessage:
