@@ -10,6 +10,7 @@ from http import HTTPStatus
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.api.openai.body import Json
 from gateway.api.openai.errors import error_json, http_status, retry_headers
 from gateway.api.openai.values import shown
 from laps_sd.errors import LapsSdError, Unauthenticated
@@ -32,12 +33,12 @@ def is_news(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | UnicodeEncodeError)
 
 
-def refusal_response(error: LapsSdError) -> web.Response:
-    """Return one of our errors as a response."""
+def refusal_response(error: LapsSdError, body: Json | None = None) -> web.Response:
+    """Return one of our errors as a response; `body`: in the shape of another API than OpenAI's."""
     headers = retry_headers(error)
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, section 15.5.2
-    return web.json_response(error_json(error), status=http_status(error), headers=headers)
+    return web.json_response(body or error_json(error), status=http_status(error), headers=headers)
 
 
 def response_of_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:

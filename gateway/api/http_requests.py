@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 
 from gateway.api.http_errors import response_of_aiohttp
 from laps_sd.errors import InvalidArgument
 
-__all__ = ["REQUEST_ID_HEADER", "expect_continue", "own_request_id", "read_bytes", "single_header"]
+__all__ = [
+    "REQUEST_ID_HEADER",
+    "expect_continue",
+    "own_request_id",
+    "read_bytes",
+    "single_header",
+    "with_api_key",
+]
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -53,6 +61,16 @@ def single_header(request: web.Request, name: str) -> str:
     if len(given) > 1:
         raise InvalidArgument(name, "must be sent once at most, got it twice")
     return given[0] if given else ""
+
+
+def with_api_key(headers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the headers of a call; the key that Anthropic's clients send has the form of other clients' keys."""
+    given = list(headers)
+    has_authorization = any(name.lower() == "authorization" for name, _ in given)
+    for name, value in given:
+        yield name, value
+        if name.lower() == "x-api-key" and not has_authorization:
+            yield "authorization", f"Bearer {value}"
 
 
 def own_request_id(request: web.Request) -> str:

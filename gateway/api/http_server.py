@@ -1,6 +1,8 @@
 """OpenAI's API over HTTP, in the gateway's process: the same calls as over gRPC, in another format.
 
     POST /v1/chat/completions, /v1/completions      whole, or as server-sent events that end in [DONE]
+    POST /v1/responses                              OpenAI's newer API; nothing is stored
+    POST /v1/messages, /v1/messages/count_tokens    Anthropic's API
     GET  /v1/models, /v1/models/NAME
     GET  /health                                    200 while a new request would be accepted, else 503 and why
     GET  /live                                      200 while the process answers at all
@@ -24,10 +26,15 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import prometheus_client
 from aiohttp import web
 
+from gateway.api.anthropic.body import read_count, read_messages
+from gateway.api.anthropic.errors import anthropic_error
+from gateway.api.anthropic.reply import MessagesReply
+from gateway.api.description import openapi_json
 from gateway.api.http_connections import HEADERS_S, HttpConnections
 from gateway.api.http_cors import Cors
 from gateway.api.http_errors import (
@@ -44,15 +51,19 @@ from gateway.api.http_requests import (
     own_request_id,
     read_bytes,
     single_header,
+    with_api_key,
 )
 from gateway.api.http_stream import Turn, send_stream
 from gateway.api.http_vllm import VllmRoutes
+from gateway.api.openai.answer import MakeReply
 from gateway.api.openai.body import Json, read_body
-from gateway.api.openai.description import openapi_json
 from gateway.api.openai.errors import with_format_field
+from gateway.api.openai.fields_of_chats import renamed
 from gateway.api.openai.headers import read_header, read_ttl_s
 from gateway.api.openai.reply import Reply, model_json, models_json
 from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
+from gateway.api.openai.responses.body import read_responses
+from gateway.api.openai.responses.reply import ResponsesReply
 from gateway.api.openai.unknown_fields import OnUnknown, UnknownFields
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.validation import check_model
@@ -95,6 +106,9 @@ class HttpServer:
         )
         routes.router.add_post("/v1/chat/completions", self._chat, expect_handler=expect_continue)
         routes.router.add_post("/v1/completions", self._completion, expect_handler=expect_continue)
+        routes.router.add_post("/v1/responses", self._response, expect_handler=expect_continue)
+        routes.router.add_post("/v1/messages", self._message, expect_handler=expect_continue)
+        routes.router.add_post("/v1/messages/count_tokens", self._count, expect_handler=expect_continue)
         routes.router.add_get("/v1/models", self._models)
         routes.router.add_get("/v1/models/{name:.+}", self._model)
         routes.router.add_get("/health", self._health)
@@ -211,10 +225,30 @@ class HttpServer:
     # ---- endpoints
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, read_chat)
+        return await self._generate(request, _by_itself(read_chat))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, read_completion)
+        return await self._generate(request, _by_itself(read_completion))
+
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, _response)
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._generate(request, _message)
+        except LapsSdError as error:
+            return refusal_response(error, anthropic_error(error))
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        try:
+            caller = Caller(tenant=self._tenants.of(with_api_key(request.headers.items())))
+            with self._calls.refusals(caller):
+                body = read_body(await read_bytes(request), self._calls.settings.max_message_fields)
+                (prompt,) = read_count(body, self._unknown).requests
+            ids = await self._calls.tokenize(prompt, caller)
+        except LapsSdError as error:
+            return refusal_response(error, anthropic_error(error))
+        return web.json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._tenants.of(request.headers.items())
@@ -244,17 +278,17 @@ class HttpServer:
     # ---- generation
 
     async def _generate(
-        self, request: web.Request, read: Callable[[Json, OnUnknown], ParsedRequest]
+        self, request: web.Request, read: Callable[[Json, OnUnknown], tuple[ParsedRequest, MakeReply]]
     ) -> web.StreamResponse:
         caller = Caller(
-            tenant=self._tenants.of(request.headers.items()),
+            tenant=self._tenants.of(with_api_key(request.headers.items())),
             traceparent=valid_traceparent(request.headers.get("traceparent", "")),
         )
         with self._calls.refusals(caller):
             ttl_s = read_ttl_s(
                 TTL_HEADER, single_header(request, TTL_HEADER), self._calls.settings.max_time_limit_s
             )
-            parsed = read(
+            parsed, make_reply = read(
                 read_body(await read_bytes(request), self._calls.settings.max_message_fields), self._unknown
             )
             _put_key(parsed, read_header(KEY_HEADER, single_header(request, KEY_HEADER)))
@@ -268,13 +302,12 @@ class HttpServer:
                     )
                     first = await generation.read() if ttl_s is not None else []
             except InvalidArgument as error:
-                raise with_format_field(error, parsed.format_field) from None
+                raise renamed(with_format_field(error, parsed.format_field), parsed.names) from None
             except TimeoutError:
                 raise Unavailable(
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
                 ) from None
-            reply = Reply(
-                parsed,
+            reply = make_reply(
                 generation.accepted,
                 created_unix_s=int(time.time()),
                 model=self._calls.model,
@@ -290,6 +323,28 @@ class HttpServer:
                 for choice, piece in await generation.read():
                     reply.add(choice, piece)
             return web.json_response(reply.whole(), headers=headers)
+
+
+def _by_itself(
+    read: Callable[[Json, OnUnknown], ParsedRequest],
+) -> Callable[[Json, OnUnknown], tuple[ParsedRequest, MakeReply]]:
+    """Return how a body is read whose answer is OpenAI's own."""
+
+    def both(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, MakeReply]:
+        parsed = read(body, on_unknown)
+        return parsed, partial(Reply, parsed)
+
+    return both
+
+
+def _response(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, MakeReply]:
+    parsed, repeated = read_responses(body, on_unknown)
+    return parsed, partial(ResponsesReply, parsed, repeated)
+
+
+def _message(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, MakeReply]:
+    parsed = read_messages(body, on_unknown)
+    return parsed, partial(MessagesReply, parsed)
 
 
 def _put_key(parsed: ParsedRequest, key: str) -> None:

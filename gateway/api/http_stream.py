@@ -15,8 +15,7 @@ from itertools import starmap
 from aiohttp import HttpVersion11, web
 
 from gateway.api.http_errors import incident
-from gateway.api.openai.errors import error_json
-from gateway.api.openai.reply import DONE, Reply, sse
+from gateway.api.openai.answer import StreamedReply
 from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
 from laps_sd.errors import LapsSdError
@@ -36,7 +35,7 @@ EVENT_STREAM = {
 async def send_stream(
     request: web.Request,
     generation: Generation,
-    reply: Reply,
+    reply: StreamedReply,
     first: Sequence[tuple[int, Piece]],
     headers: dict[str, str],
     turn: Turn,
@@ -52,14 +51,14 @@ async def send_stream(
         await sender.send_all(first)
         last = reply.closing()
     except LapsSdError as error:
-        last = sse(error_json(error))
+        last = reply.failure(error)
     except ConnectionError:
         raise
     except Exception as error:
-        last = sse(error_json(incident(error, request.path)))
+        last = reply.failure(incident(error, request.path))
     finally:
         sender.stop()
-    await response.write_eof(last + DONE)
+    await response.write_eof(last)
     return response
 
 
@@ -86,7 +85,7 @@ class _Sender:
     """Sends one answer between its headers and its last event."""
 
     def __init__(
-        self, request: web.Request, generation: Generation, reply: Reply, turn: Turn, *, chunked: bool
+        self, request: web.Request, generation: Generation, reply: StreamedReply, turn: Turn, *, chunked: bool
     ) -> None:
         if request.transport is None:
             raise ConnectionResetError("the client has left")

@@ -80,9 +80,15 @@ def _name(location: Sequence[int | str]) -> str:
     for part in location:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part not in TAGS:
+        elif not _is_tag(part):
             name += ("." if name else "") + part[:MAX_NAME_CHARACTERS]
     return name
+
+
+def _is_tag(part: int | str) -> bool:
+    """Return whether a part of a location names an alternative of a field. Names of fields of models have no
+    brackets."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
 def _sentence(kind: str, location: Sequence[int | str], value: object, context: dict[str, Any]) -> str:
@@ -94,12 +100,15 @@ def _sentence(kind: str, location: Sequence[int | str], value: object, context: 
         case "extra_forbidden":
             return "is not a known field; leave it out"
         case "literal_error" | "missing" if location[-1] == "type":
-            expected = next((types for tag, types in EXPECTED_TYPES.items() if tag in location), "function")
+            types = (types for tag, types in EXPECTED_TYPES.items() if tag in location)
+            expected = next(types, context.get("expected", "function"))
             return f"must be {expected}, got {shown(value)}"
+        case "literal_error":
+            return f"must be {context['expected']}, got {shown(value)}"
         case "greater_than_equal" | "less_than_equal":
             return "must be a number of ordinary size"
         case "float_type" if isinstance(value, int) and not isinstance(value, bool):
             return "must be a number of ordinary size"
-    field = next((part for part in reversed(location) if part not in TAGS), "")
+    field = next((part for part in reversed(location) if not _is_tag(part)), "")
     expected = EXPECTED_OF_FIELD.get(str(field)) or EXPECTED.get(kind, "a text")
     return f"must be {expected}, got {kind_of(value)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gateway.api.ends import OPENAI
 from gateway.api.openai.body import Json
 from gateway.api.openai.echo import echo_of
+from gateway.api.openai.errors import error_json
 from gateway.api.openai.message import MessageReader, readers_of
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.output import Piece
@@ -178,17 +179,20 @@ class Reply:
         return events
 
     def closing(self) -> bytes:
-        """Return the last event, if it was requested."""
+        """Return the last events: usage if it was requested, and the mark of the end."""
         if not self._parsed.include_usage:
-            return b""
-        return sse(
-            {
-                **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
-                "choices": [],
-                "usage": self._usage(),
-                "metrics": self._metrics(),
-            }
-        )
+            return DONE
+        last = {
+            **self._envelope("chat.completion.chunk" if self._chat else "text_completion"),
+            "choices": [],
+            "usage": self._usage(),
+            "metrics": self._metrics(),
+        }
+        return sse(last) + DONE
+
+    def failure(self, error: LapsSdError) -> bytes:
+        """Return the last events of an answer that fails."""
+        return sse(error_json(error)) + DONE
 
     def _delta_event(self, index: int, delta: Json) -> bytes:
         """Return the event of a delta of a message."""

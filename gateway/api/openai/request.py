@@ -130,6 +130,8 @@ class ParsedRequest:
     echo: bool = False
     """The text begins with the prompt; in a chat with an assistant's last message."""
     return_token_ids: bool = False
+    names: Sequence[tuple[str, str]] = ()
+    """Beginnings of names of fields, with those of the API whose body this was; see `fields_of_chats.renamed`."""
     tokens_as_ids: bool = False
     """Log probabilities name tokens by their ids."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai.description import openapi_json
+from gateway.api.description import openapi_json
 from gateway.api.openai.limits import MAX_PROMPTS, UINT64
 from gateway.api.openai.models import ChatBody, CompletionBody
 

@@ -8,8 +8,10 @@ from functools import cache
 from pydantic.json_schema import models_json_schema
 
 import laps_sd
+from gateway.api.anthropic.body import CountBody, MessagesBody
 from gateway.api.openai.body import Json
 from gateway.api.openai.models import ChatBody, CompletionBody
+from gateway.api.openai.responses.body import ResponsesBody
 from gateway.api.openai.tokens import DetokenizeBody, TokenizeBody
 
 __all__ = ["openapi_json"]
@@ -64,7 +66,15 @@ TOKENS: Json = {
         "token_strs": {"type": ["array", "null"], "items": {"type": ["string", "null"]}},
     },
 }
-BODIES = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    CountBody,
+    DetokenizeBody,
+    MessagesBody,
+    ResponsesBody,
+    TokenizeBody,
+)
 KEY: Json = {
     "type": "http",
     "scheme": "bearer",
@@ -93,6 +103,13 @@ def openapi_json() -> bytes:
             "/v1/chat/completions": {"post": _generation("A chat completion", ChatBody.__name__)},
             "/v1/completions": {
                 "post": _generation("Completions of texts or token ids", CompletionBody.__name__)
+            },
+            "/v1/responses": {"post": _generation("A response; nothing is stored", ResponsesBody.__name__)},
+            "/v1/messages": {
+                "post": _generation("A message, as Anthropic's API has it", MessagesBody.__name__)
+            },
+            "/v1/messages/count_tokens": {
+                "post": _call("Tokens of the prompt of a message", CountBody.__name__, "Count")
             },
             "/v1/models": {
                 "get": _page(
@@ -148,6 +165,7 @@ def openapi_json() -> bytes:
         "components": {
             "schemas": bodies["$defs"]
             | {
+                "Count": _object(input_tokens="integer"),
                 "Error": ERROR,
                 "Model": MODEL,
                 "Prompt": _object(prompt="string"),

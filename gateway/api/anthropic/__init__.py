@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: bodies as chats, answers as content blocks. Pure."""

@@ -1,0 +1,295 @@
+"""The body of a message as that of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from gateway.api.openai.base import Model
+from gateway.api.openai.body import Json
+from gateway.api.openai.field_errors import PARTS, TEXT, invalid_argument
+from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK
+from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
+from gateway.api.openai.limits import MAX_ITEMS
+from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
+from gateway.api.openai.unknown_fields import OnUnknown
+from laps_sd.errors import InvalidArgument
+
+__all__ = ["CountBody", "MessagesBody", "read_count", "read_messages"]
+
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+}
+"""Fields that are not supported, with the values (besides null) that do not request them."""
+
+WITHOUT_EFFECT = ("cache_control", "diagnostics", "user_profile_id", "workspace_id")
+"""Fields that change no answer."""
+
+NAMES = (
+    ("sampling.stop", "stop_sequences"),
+    ("max_completion_tokens", "max_tokens"),
+    ("messages.messages", "messages"),
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("stop", "stop_sequences"),
+    ("messages", "messages"),
+)
+"""Beginnings of names of fields of a chat, with those of this API."""
+
+
+class TextBlock(Model):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ThinkingBlock(Model):
+    """Earlier reasoning."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedBlock(Model):
+    """Reasoning of another server, which cannot be read here."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Model):
+    """An earlier call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+def _kind_of_content(value: object) -> str:
+    return PARTS if isinstance(value, list) else TEXT
+
+
+Texts = Annotated[
+    Annotated[Text, Tag(TEXT)]
+    | Annotated[list[TextBlock], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
+    Discriminator(_kind_of_content),
+]
+
+
+class ToolResultBlock(Model):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts | None = None
+
+
+KINDS = ("thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _kind_of_block(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in KINDS else "<text>"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    Discriminator(_kind_of_block),
+]
+
+
+class MessageParam(Model):
+    """A message."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[Text, Tag(TEXT)]
+        | Annotated[list[Block], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
+        Discriminator(_kind_of_content),
+    ]
+
+
+class ClientTool(Model):
+    """A tool of the client's own."""
+
+    type: Literal["custom"] | None = None
+    name: Text
+    description: Text | None = None
+    input_schema: dict[str, Any]
+
+
+class Choice(Model):
+    """Which tools an answer calls."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Model):
+    """Whether the answer has the model's reasoning. How long it reasons is the model's choice."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputConfig(Model):
+    """The form of the answer."""
+
+    format: dict[str, Any] | None = None
+    effort: Text | None = None
+
+
+class CountBody(Model):
+    """The prompt of a message."""
+
+    model: Text | None = None
+    messages: Annotated[list[MessageParam], Field(fail_fast=True), AtMost(MAX_ITEMS)]
+    system: Texts | None = None
+    tools: Annotated[list[ClientTool], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountBody):
+    """The body of a message; besides these it has the extensions that chats have."""
+
+    max_tokens: Positive
+    stop_sequences: Annotated[list[Text], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+
+
+def read_messages(body: Json, on_unknown: OnUnknown) -> ParsedRequest:
+    """Return the chat that a body describes. Raises InvalidArgument."""
+    try:
+        read = MessagesBody.model_validate(body)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+    _check_other_fields(body, MessagesBody, on_unknown)
+    return _chat(
+        read,
+        passed_on(body)
+        | {
+            "max_completion_tokens": read.max_tokens,
+            "stop": read.stop_sequences,
+            "temperature": read.temperature,
+            "top_p": read.top_p,
+            "top_k": read.top_k,
+            "stream": read.stream,
+        },
+    )
+
+
+def read_count(body: Json, on_unknown: OnUnknown) -> ParsedRequest:
+    """Return the chat whose prompt a body describes. Raises InvalidArgument."""
+    try:
+        read = CountBody.model_validate(body)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+    _check_other_fields(body, CountBody, on_unknown)
+    return _chat(read, {})
+
+
+def _chat(read: CountBody, others: Json) -> ParsedRequest:
+    choice = read.tool_choice
+    thinks = read.thinking is not None and read.thinking.type != "disabled"
+    output = read.output_config or OutputConfig()
+    chat: Json = {
+        "model": read.model,
+        "messages": list(_messages(read)),
+        "tools": [_tool(tool) for tool in read.tools or ()],
+        "tool_choice": None if choice is None else _choice(choice),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "include_reasoning": thinks,
+        "reasoning_effort": output.effort,
+        "response_format": _format(output.format),
+        **others,
+    }
+    try:
+        return replace(read_chat(chat), names=NAMES)
+    except InvalidArgument as error:
+        raise renamed(error, NAMES) from None
+
+
+def _messages(read: CountBody) -> Iterator[Json]:
+    """Yield the messages of a chat: results of calls are messages of their own."""
+    if read.system:
+        yield {"role": "system", "content": _text(read.system)}
+    for message in read.messages:
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+            continue
+        texts, thoughts, calls = [], [], []
+        for block in message.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif isinstance(block, ToolResultBlock):
+                result = _text(block.content or "")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+        made: Json = {"role": message.role, "content": "".join(texts)}
+        if thoughts:
+            made["reasoning_content"] = "".join(thoughts)
+        if calls:
+            made["tool_calls"] = calls
+        if texts or thoughts or calls:
+            yield made
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _tool(tool: ClientTool) -> Json:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Choice) -> Any:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidArgument("tool_choice.name", "must be given where the type is tool")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _format(wanted: Json | None) -> Any:
+    if wanted is None:
+        return None
+    if wanted.get("type") != "json_schema":
+        raise InvalidArgument("output_config.format.type", "must be json_schema")
+    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+
+
+def _check_other_fields(body: Json, model: type[Model], on_unknown: OnUnknown) -> None:
+    for name, value in body.items():
+        if name in UNSUPPORTED_FIELDS:
+            if value is not None and value not in UNSUPPORTED_FIELDS[name]:
+                raise InvalidArgument(name, "is not supported here; leave it out")
+        elif value is not None and name not in (
+            *model.model_fields,
+            *IGNORED_FIELDS,
+            *WITHOUT_EFFECT,
+            *PASSED_ON,
+        ):
+            on_unknown(name)

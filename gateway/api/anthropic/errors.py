@@ -1,0 +1,31 @@
+"""Errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+from gateway.api.openai.body import Json
+from gateway.api.openai.errors import error_json, http_status
+from laps_sd.errors import LapsSdError
+
+__all__ = ["anthropic_error"]
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types by HTTP status; every other one is api_error."""
+
+
+def anthropic_error(error: LapsSdError) -> Json:
+    """Return an error in Anthropic's shape; `param` is an addition, the field at fault."""
+    said = error_json(error)["error"]
+    kind = TYPES.get(http_status(error), "api_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": said["message"], "param": said["param"]},
+    }

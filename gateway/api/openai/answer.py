@@ -1,0 +1,143 @@
+"""The one answer of a chat, read piece by piece, for APIs that show it in another form than chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gateway.api.ends import OPENAI
+from gateway.api.openai.body import Json
+from gateway.api.openai.message import readers_of
+from gateway.api.openai.request import ParsedRequest
+from gateway.calls.output import Piece
+from gateway.model.reasoning import State
+from gateway.model.tokenizer import ModelFiles
+from laps_sd.contract.ends import End
+from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.service.ends import end_of_reason
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["AnswerReader", "MakeReply", "StreamedReply"]
+
+
+class StreamedReply(Protocol):
+    """An answer in the form of one API: as server-sent events (`opening`, `events`, then `closing` or `failure`), or
+    whole (`add` every piece, then `whole`)."""
+
+    @property
+    def id(self) -> str:
+        """Request id of the first choice."""
+        ...
+
+    def opening(self) -> bytes:
+        """Return the events before any output has arrived."""
+        ...
+
+    def events(self, choice: int, piece: Piece) -> bytes:
+        """Return the events of a piece, and add it. Raises the failure of a failed choice."""
+        ...
+
+    def closing(self) -> bytes:
+        """Return the last events, after all output."""
+        ...
+
+    def failure(self, error: LapsSdError) -> bytes:
+        """Return the last events of an answer that fails."""
+        ...
+
+    def add(self, choice: int, piece: Piece) -> None:
+        """Add a piece. Raises the failure of a failed choice."""
+        ...
+
+    def whole(self) -> Json:
+        """Return the answer; every choice has ended."""
+        ...
+
+
+class MakeReply(Protocol):
+    """Makes the reply to a request once it is accepted."""
+
+    def __call__(
+        self,
+        accepted: Sequence[inference_pb2.Accepted],
+        *,
+        created_unix_s: int,
+        model: ModelFiles,
+        states: Sequence[State | None] = (),
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> StreamedReply:
+        """Return the reply; the arguments are those of `Reply`."""
+        ...
+
+
+class AnswerReader:
+    """Reads the output of the one choice as deltas of a message of chat completions: `content`, `reasoning_content`,
+    `tool_calls`."""
+
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        accepted: Sequence[inference_pb2.Accepted],
+        model: ModelFiles,
+        states: Sequence[State | None],
+    ) -> None:
+        ids = [one.request_id for one in accepted]
+        self._reader = readers_of(parsed, model.dialect, states or [None], model.pieces, ids)[0]
+        self.id = accepted[0].request_id
+        self.model = accepted[0].model
+        self.prompt_tokens = accepted[0].prompt_tokens
+        self.output_tokens = 0
+        self.stop = ""
+        """The stop string that ended the output."""
+        self._texts: list[str] = []
+        self._end: inference_pb2.Ended | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return the number of tokens of the reasoning."""
+        return 0 if self._reader is None else self._reader.reasoning_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the number of prompt tokens that were found in a cache."""
+        return 0 if self._end is None else self._end.usage.cached_prompt_tokens
+
+    @property
+    def finish_reason(self) -> str:
+        """Return OpenAI's reason of the end: stop, length or tool_calls."""
+        assert self._end is not None, "only what has ended has a reason"
+        reason = OPENAI[end_of_reason(self._end.finish_reason)] or "stop"
+        called = self._reader is not None and self._reader.has_calls
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def deltas(self, piece: Piece) -> list[Json]:
+        """Add a piece; return the deltas of the message. Raises the failure of a failed output."""
+        self.output_tokens += len(piece.token_ids)
+        over = piece.end is not None
+        if self._reader is not None:
+            deltas = self._reader.deltas(piece.text, piece.token_ids, over=over)
+        else:
+            deltas = [{"content": piece.text}] if piece.text else []
+            self._texts.append(piece.text)
+        if piece.end is not None:
+            self._ended(piece.end, piece.stop)
+        return deltas
+
+    def message(self) -> list[Json]:
+        """Return the whole message of an output that is over, as deltas: without calls that were cut off, which are
+        content there."""
+        read = {"content": "".join(self._texts)} if self._reader is None else self._reader.message()
+        calls = [call | {"index": index} for index, call in enumerate(read.get("tool_calls", ()))]
+        deltas: list[Json] = [
+            {name: read[name]} for name in ("reasoning_content", "content") if read.get(name)
+        ]
+        return [*deltas, {"tool_calls": calls}]
+
+    def _ended(self, ended: inference_pb2.Ended, stop: str) -> None:
+        end = end_of_reason(ended.finish_reason)
+        if end is End.CANCELLED:
+            raise Cancelled(f"request {ended.request_id} was cancelled")
+        if OPENAI[end] is None:
+            raise LapsSdError(ended.error or "the request failed")
+        self._end = ended
+        self.stop = stop if end is End.STOP_SEQUENCE else ""

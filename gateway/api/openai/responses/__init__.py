@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: bodies as chats, answers as items. Pure."""

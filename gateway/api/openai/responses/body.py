@@ -1,0 +1,273 @@
+"""The body of a response as that of a chat.
+
+Nothing is stored here: `store: true`, `previous_response_id` and their like are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from gateway.api.openai.base import Model
+from gateway.api.openai.body import Json
+from gateway.api.openai.field_errors import PARTS, TEXT, invalid_argument
+from gateway.api.openai.field_types import AtMost, Count, Number, Positive, Text
+from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
+from gateway.api.openai.limits import MAX_ITEMS
+from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
+from gateway.api.openai.unknown_fields import OnUnknown
+from laps_sd.errors import InvalidArgument
+
+__all__ = ["ResponsesBody", "read_responses"]
+
+UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields that are not supported, with the values (besides null) that do not request them."""
+REASONS = {
+    "background": "a response is made while its call is open",
+    "conversation": "nothing is stored; send the earlier items as input",
+    "previous_response_id": "nothing is stored; send the earlier items as input",
+    "store": "nothing is stored",
+    "truncation": "a prompt is never cut",
+}
+WITHOUT_EFFECT = ("reasoning.encrypted_content",)
+"""Values of `include` for content that answers here do not have."""
+
+NAMES = (
+    ("sampling.max_tokens", "max_output_tokens"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages.messages", "input"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("messages", "input"),
+)
+"""Beginnings of names of fields of a chat, with those of a response."""
+
+
+class Part(Model):
+    """A part of an item's content."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    text: Text
+
+
+def _kind_of_content(value: object) -> str:
+    return PARTS if isinstance(value, list) else TEXT
+
+
+Content = Annotated[
+    Annotated[Text, Tag(TEXT)] | Annotated[list[Part], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
+    Discriminator(_kind_of_content),
+]
+
+
+class MessageItem(Model):
+    """A message."""
+
+    type: Literal["message"] | None = None
+    role: Text
+    content: Content
+
+
+class FunctionCall(Model):
+    """An earlier call of a function."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class FunctionOutput(Model):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+
+
+class ReasoningItem(Model):
+    """Earlier reasoning."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[Part], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
+
+
+def _kind_of_item(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if kind in ("function_call", "function_call_output", "reasoning") else "<message>"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionOutput, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_kind_of_item),
+]
+Input = Annotated[
+    Annotated[Text, Tag(TEXT)] | Annotated[list[Item], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
+    Discriminator(_kind_of_content),
+]
+
+
+class ReasoningOptions(Model):
+    """How the model reasons."""
+
+    effort: Text | None = None
+
+
+class TextOptions(Model):
+    """The form of the text."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(Model):
+    """The body of a response; besides these it has the extensions that chats have."""
+
+    model: Text | None = None
+    input: Input
+    instructions: Text | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Text] | None = None
+    top_logprobs: Count | None = None
+
+
+def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Json]:
+    """Return the chat that a body describes, and the fields that the answer repeats. Raises InvalidArgument."""
+    try:
+        read = ResponsesBody.model_validate(body)
+    except ValidationError as error:
+        raise invalid_argument(error) from None
+    _check_other_fields(body, read, on_unknown)
+    chat: Json = {
+        "model": read.model,
+        "messages": list(_messages(read)),
+        "max_completion_tokens": read.max_output_tokens,
+        "temperature": read.temperature,
+        "top_p": read.top_p,
+        "stream": read.stream,
+        "tools": [_tool(index, tool) for index, tool in enumerate(read.tools or ())],
+        "tool_choice": _tool_choice(read.tool_choice),
+        "parallel_tool_calls": read.parallel_tool_calls,
+        "reasoning_effort": None if read.reasoning is None else read.reasoning.effort,
+        "response_format": _format(read),
+        **passed_on(body),
+    }
+    try:
+        parsed = read_chat(chat)
+    except InvalidArgument as error:
+        raise renamed(error, NAMES) from None
+    return replace(parsed, names=NAMES), _repeated(read)
+
+
+def _messages(read: ResponsesBody) -> Iterator[Json]:
+    """Yield the messages of a chat: calls that follow each other, or their message, are one message."""
+    if read.instructions:
+        yield {"role": "system", "content": read.instructions}
+    if isinstance(read.input, str):
+        yield {"role": "user", "content": read.input}
+        return
+    assistant: Json = {}
+    for item in read.input:
+        if isinstance(item, ReasoningItem):
+            if assistant.keys() - {"role", "reasoning_content"}:
+                yield assistant
+                assistant = {}
+            assistant |= {"role": "assistant", "reasoning_content": _text(item.content or [])}
+        elif isinstance(item, MessageItem) and item.role == "assistant":
+            if assistant.keys() - {"role", "reasoning_content"}:
+                yield assistant
+                assistant = {}
+            assistant |= {"role": "assistant", "content": _text(item.content)}
+        elif isinstance(item, FunctionCall):
+            assistant.setdefault("role", "assistant")
+            function = {"name": item.name, "arguments": item.arguments}
+            assistant.setdefault("tool_calls", []).append(
+                {"id": item.call_id, "type": "function", "function": function}
+            )
+        else:
+            if assistant:
+                yield assistant
+                assistant = {}
+            if isinstance(item, FunctionOutput):
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            else:
+                yield {"role": item.role, "content": _text(item.content)}
+    if assistant:
+        yield assistant
+
+
+def _text(content: str | Sequence[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _tool(index: int, tool: Json) -> Json:
+    """Return a tool in the form of a chat. Raises InvalidArgument for tools that only OpenAI can run."""
+    if tool.get("type") != "function":
+        raise InvalidArgument(f"tools[{index}].type", "must be function: other tools are not run here")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(read: ResponsesBody) -> Any:
+    wanted = None if read.text is None else read.text.format
+    if wanted is not None and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+    return wanted
+
+
+def _check_other_fields(body: Json, read: ResponsesBody, on_unknown: OnUnknown) -> None:
+    for index, name in enumerate(read.include or ()):
+        if name not in WITHOUT_EFFECT:
+            raise InvalidArgument(f"include[{index}]", "is not supported here; leave it out")
+    for name, value in body.items():
+        if name in UNSUPPORTED_FIELDS:
+            if value is not None and value not in UNSUPPORTED_FIELDS[name]:
+                reason = REASONS.get(name, "it is not known to the engine")
+                raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
+        elif value is not None and name not in (*ResponsesBody.model_fields, *IGNORED_FIELDS, *PASSED_ON):
+            on_unknown(name)
+
+
+def _repeated(read: ResponsesBody) -> Json:
+    return {
+        "instructions": read.instructions,
+        "max_output_tokens": read.max_output_tokens,
+        "parallel_tool_calls": read.parallel_tool_calls is not False,
+        "temperature": read.temperature,
+        "top_p": read.top_p,
+        "tool_choice": read.tool_choice or "auto",
+        "tools": read.tools or [],
+        "text": {"format": (None if read.text is None else read.text.format) or {"type": "text"}},
+        "reasoning": {"effort": None if read.reasoning is None else read.reasoning.effort, "summary": None},
+    }

@@ -1,0 +1,189 @@
+"""Anthropic's Messages API: whole, as events in Anthropic's order, with tools, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api.http_requests import with_api_key
+from gateway.model.tokenizer import ModelFiles
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from tests.services.gateway.fake_scheduler import Kind
+from tests.services.gateway.test_http import Served
+from tests.services.gateway.test_responses import CALL, prompt_of, served
+from tests.services.gateway.test_vllm_fields import answer_of, serve
+
+__all__ = ["serve", "served"]
+
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 20,
+    "messages": [{"role": "user", "content": "hello"}],
+}
+TOOL = {
+    "name": "weather",
+    "description": "The weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+async def events_of(
+    served: Served, body: Any, text: str = "hello world", end: Any = Kind.KIND_STOP
+) -> list[Any]:
+    """Return the events of a stream, each with its type as the name of the event says it."""
+    async with served.session.post(served.url + "/v1/messages", json=body | {"stream": True}) as response:
+        await served.finished(text, end)
+        blocks = [block for block in (await response.text()).split("\n\n") if block]
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+async def test_a_text(served: Served, model: ModelFiles) -> None:
+    answer = await answer_of(
+        served, "/v1/messages", BODY | {"system": [{"type": "text", "text": "Be brief."}]}
+    )
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "tiny")
+    assert answer["content"] == [{"type": "text", "text": "hello world"}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    assert answer["usage"]["output_tokens"] == len(model.encode_rendered("hello world"))
+    assert answer["usage"]["input_tokens"] > 0
+    assert prompt_of(served, model).endswith("<|system|>Be brief.\n<|user|>hello\n<|assistant|>")
+
+
+async def test_a_stop_sequence(served: Served) -> None:
+    end = link_pb2.RequestEnd(kind=Kind.KIND_STOP_SEQUENCE, cut_characters=5)
+    answer = await answer_of(served, "/v1/messages", BODY | {"stop_sequences": ["wor"]}, end)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "wor")
+    assert answer["content"] == [{"type": "text", "text": "hello "}]
+
+
+async def test_a_stream(served: Served) -> None:
+    events = await events_of(served, BODY, end=Kind.KIND_LENGTH)
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+    assert events[0]["message"]["content"] == []
+    assert "".join(event["delta"]["text"] for event in events[3:-3]) == "hello world"
+    assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 0
+
+
+async def test_a_failure_in_a_stream_is_an_event(served: Served) -> None:
+    events = await events_of(served, BODY, end=Kind.KIND_ERROR)
+    assert events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "api_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_tool(served: Served, stream: bool) -> None:
+    body = BODY | {"tools": [TOOL], "tool_choice": {"type": "auto"}}
+    if stream:
+        events = await events_of(served, body, CALL)
+        (begun,) = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert {delta["type"] for delta in deltas} == {"input_json_delta"}
+        block = begun | {"input": json.loads("".join(delta["partial_json"] for delta in deltas))}
+        reason = events[-2]["delta"]["stop_reason"]
+    else:
+        call = asyncio.create_task(served.post("/v1/messages", body))
+        await served.finished(CALL)
+        _, _, answer = await call
+        (block,) = answer["content"]
+        reason = answer["stop_reason"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", {"city": "Rome"})
+    assert block["id"]
+    assert reason == "tool_use"
+
+
+async def test_a_conversation_with_calls(served: Served, model: ModelFiles) -> None:
+    messages = [
+        {"role": "user", "content": "Is it hot?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look it up.", "signature": "s"},
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "33 degrees"}],
+                },
+                {"type": "text", "text": "And?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    await answer_of(served, "/v1/messages", BODY | {"messages": messages, "tools": [TOOL]})
+    prompt = prompt_of(served, model)
+    places = [prompt.index(part) for part in ("Is it hot?", "Let me see.", "33 degrees", "And?")]
+    assert places == sorted(places)
+
+
+async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
+    body = {name: value for name, value in BODY.items() if name != "max_tokens"}
+    status, _, counted = await served.post("/v1/messages/count_tokens", body)
+    assert status == 200
+    answer = await answer_of(served, "/v1/messages", BODY)
+    assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"container": "x"}, "container"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_a_refusal_has_anthropics_shape_and_names_the_field(
+    served: Served, change: Any, param: str
+) -> None:
+    status, headers, answer = await served.post("/v1/messages", BODY | change)
+    assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error"), (
+        answer
+    )
+    assert answer["error"]["param"] == param
+    assert answer["error"]["message"].startswith(param)
+    assert headers["x-request-id"]
+
+
+async def test_of_an_unknown_model_is_404(served: Served) -> None:
+    status, _, answer = await served.post("/v1/messages", BODY | {"model": "claude"})
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
+def test_a_key_in_anthropics_header_is_a_key() -> None:
+    assert dict(with_api_key([("X-Api-Key", "k")]))["authorization"] == "Bearer k"
+    both = [("x-api-key", "k"), ("Authorization", "Bearer other")]
+    assert list(with_api_key(both)) == both
+
+
+async def test_a_call_that_is_cut_off_is_text(served: Served) -> None:
+    body = BODY | {"tools": [TOOL]}
+    call = asyncio.create_task(served.post("/v1/messages", body))
+    await served.finished(CALL[:-12], Kind.KIND_LENGTH)
+    _, _, answer = await call
+    assert answer["stop_reason"] == "max_tokens"
+    (block,) = answer["content"]
+    assert block == {"type": "text", "text": CALL[:-12]}

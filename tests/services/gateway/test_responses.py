@@ -1,0 +1,187 @@
+"""OpenAI's Responses API by the official client, and the refusals of what needs storage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.model.tokenizer import ModelFiles, load_model
+from tests.services.gateway.fake_scheduler import Kind
+from tests.services.gateway.test_http import Served
+from tests.services.gateway.test_vllm_fields import Start, serve
+
+__all__ = ["serve"]
+
+ASKED: dict[str, Any] = {"model": "tiny", "input": "hello"}
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+@pytest.fixture
+async def served(serve: Start, model_dir: Path) -> Served:
+    """Return a gateway whose context has room for the descriptions of tools."""
+    return await serve(model=load_model(model_dir, name="tiny", context_tokens=2048))
+
+
+@pytest.fixture
+def client(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=30)
+
+
+async def response_of(
+    served: Served, client: openai.AsyncOpenAI, output: str = "hello world", **fields: Any
+) -> Any:
+    """Return the response to a body whose output is this text."""
+    call = asyncio.create_task(client.responses.create(**{**ASKED, **fields}))
+    await served.finished(output, count=len(served.scheduler.all_heard("submit")) + 1)
+    return await call
+
+
+def prompt_of(served: Served, model: ModelFiles) -> str:
+    """Return the newest prompt."""
+    return model.decode(served.scheduler.all_heard("submit")[-1].specification.prompt_ids)
+
+
+async def test_a_text(served: Served, client: openai.AsyncOpenAI, model: ModelFiles) -> None:
+    response = await response_of(
+        served, client, instructions="Be brief.", max_output_tokens=9, temperature=0.5
+    )
+    assert response.output_text == "hello world"
+    assert (response.status, response.object) == ("completed", "response")
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
+    assert response.usage.input_tokens > 0
+    assert response.usage.output_tokens == len(model.encode_rendered("hello world"))
+    assert (response.instructions, response.temperature, response.store) == ("Be brief.", 0.5, False)
+    assert prompt_of(served, model).endswith("<|system|>Be brief.\n<|user|>hello\n<|assistant|>")
+    assert served.scheduler.all_heard("submit")[-1].specification.sampling.max_tokens == 9
+
+
+async def test_a_cut_text_is_incomplete(served: Served, client: openai.AsyncOpenAI) -> None:
+    call = asyncio.create_task(client.responses.create(**ASKED))
+    await served.finished(end=Kind.KIND_LENGTH)
+    response = await call
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_a_stream(served: Served, client: openai.AsyncOpenAI) -> None:
+    async with client.responses.stream(**ASKED) as stream:
+        await served.finished()
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == final.output_text == "hello world"
+    assert final.usage is not None
+
+
+async def test_a_failure_in_a_stream_is_an_event(served: Served, client: openai.AsyncOpenAI) -> None:
+    stream = await client.responses.create(**ASKED, stream=True)
+    await served.finished(end=Kind.KIND_ERROR)
+    events = [event async for event in stream]
+    assert events[-1].type == "error"
+    assert "failed" in events[-1].message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_function(served: Served, client: openai.AsyncOpenAI, stream: bool) -> None:
+    if stream:
+        async with client.responses.stream(**ASKED, tools=[TOOL]) as events:  # type: ignore[list-item]
+            await served.finished(CALL)
+            kinds = [event.type async for event in events]
+            response: Any = await events.get_final_response()
+        assert "response.function_call_arguments.delta" in kinds
+        assert "response.function_call_arguments.done" in kinds
+    else:
+        response = await response_of(served, client, CALL, tools=[TOOL])
+    (item,) = response.output
+    assert (item.type, item.name, json.loads(item.arguments)) == (
+        "function_call",
+        "weather",
+        {"city": "Rome"},
+    )
+    assert item.call_id
+
+
+async def test_a_conversation_with_calls(
+    served: Served, client: openai.AsyncOpenAI, model: ModelFiles
+) -> None:
+    conversation = [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Is it "}, {"type": "input_text", "text": "hot?"}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "33 degrees"},
+    ]
+    response = await response_of(served, client, input=conversation, tools=[TOOL])
+    assert response.output_text == "hello world"
+    prompt = prompt_of(served, model)
+    for part in ("Is it hot?", "Let me see.", "Rome", "33 degrees"):
+        assert part in prompt
+
+
+async def test_a_format(served: Served, client: openai.AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    wanted = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    await response_of(served, client, '{"a": "b"}', text=wanted)
+    specification = served.scheduler.all_heard("submit")[-1].specification
+    assert json.loads(specification.output_format.json_schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "r"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": 101}, "temperature"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "text.format"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_a_refusal_names_the_field(served: Served, change: Any, param: str) -> None:
+    status, _, answer = await served.post("/v1/responses", ASKED | change)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_what_requests_nothing_is_accepted(served: Served, client: openai.AsyncOpenAI) -> None:
+    fields = {"store": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"]}
+    extensions = {"extra_body": {"min_tokens": 2, "workload_class": "chat"}}
+    await response_of(served, client, metadata={"a": "b"}, tool_choice="auto", **fields, **extensions)
+    submit = served.scheduler.all_heard("submit")[-1]
+    assert (submit.specification.sampling.min_tokens, submit.workload_class) == (2, "chat")
