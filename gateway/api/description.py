@@ -160,6 +160,11 @@ def openapi_json() -> bytes:
             },
             "/tokenize": {"post": _call("Token ids of a prompt", TokenizeBody.__name__, "Tokens")},
             "/detokenize": {"post": _call("Text of token ids", DetokenizeBody.__name__, "Prompt")},
+            "/docs": {
+                "get": _page(
+                    "This description as a page", {"type": "string"}, media="text/html", security=NO_KEY
+                )
+            },
             "/openapi.json": {"get": _page("This description", {"type": "object"}, security=NO_KEY)},
         },
         "components": {

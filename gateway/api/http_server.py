@@ -8,6 +8,7 @@
     GET  /live                                      200 while the process answers at all
     GET  /metrics                                   Prometheus, the same as at the metrics port
     GET  /openapi.json                              all of this as an OpenAPI description
+    GET  /docs                                      the same as a page for readers
     GET  /version, /ping, /load                     as a server of vLLM has them
     POST /tokenize, /detokenize                     the same
 
@@ -35,6 +36,7 @@ from gateway.api.anthropic.body import read_count, read_messages
 from gateway.api.anthropic.errors import anthropic_error
 from gateway.api.anthropic.reply import MessagesReply
 from gateway.api.description import openapi_json
+from gateway.api.docs_page import POLICY, docs_page
 from gateway.api.http_connections import HEADERS_S, HttpConnections
 from gateway.api.http_cors import Cors
 from gateway.api.http_errors import (
@@ -115,6 +117,7 @@ class HttpServer:
         routes.router.add_get("/live", self._live)
         routes.router.add_get("/metrics", self._metrics)
         routes.router.add_get("/openapi.json", self._openapi)
+        routes.router.add_get("/docs", self._docs)
         VllmRoutes(calls, tenants, self._unknown).add_to(routes.router, self._health)
         routes.on_response_prepare.append(self._cors.grant)
         self.routes = routes.router
@@ -274,6 +277,10 @@ class HttpServer:
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return web.Response(body=openapi_json(), content_type="application/json")
+
+    async def _docs(self, request: web.Request) -> web.Response:
+        headers = {"Content-Security-Policy": POLICY}
+        return web.Response(body=docs_page(), content_type="text/html", charset="utf-8", headers=headers)
 
     # ---- generation
 

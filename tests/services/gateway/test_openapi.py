@@ -91,7 +91,12 @@ def test_every_schema_is_one_of_json_schema_and_every_reference_leads_somewhere(
 
 
 def test_media_types_are_those_of_the_answers() -> None:
-    assert {name for name, _ in media_types()} == {"application/json", "text/event-stream", "text/plain"}
+    assert {name for name, _ in media_types()} == {
+        "application/json",
+        "text/event-stream",
+        "text/html",
+        "text/plain",
+    }
 
 
 @pytest.mark.parametrize("model", [ChatBody, CompletionBody])
