@@ -132,7 +132,7 @@ class ClientTool(Model):
 
 
 class Choice(Model):
-    """Which tools an answer calls."""
+    """The choice of the tools that an answer calls."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
@@ -140,7 +140,7 @@ class Choice(Model):
 
 
 class Thinking(Model):
-    """Whether the answer has the model's reasoning. How long it reasons is the model's choice."""
+    """A switch for the reasoning in the answer. Its length is the model's choice."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 

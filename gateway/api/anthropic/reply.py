@@ -158,7 +158,7 @@ class MessagesReply:
 
 
 def _input(arguments: str) -> Json:
-    """Return the arguments of a call; those that were cut off are lost to this form of answer, as the end says."""
+    """Return the arguments of a call as an object; empty for what is not one."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

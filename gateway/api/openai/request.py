@@ -83,7 +83,7 @@ REASONS: Mapping[str, str] = {
     "truncate_prompt_tokens": "a prompt is never cut; send fewer tokens",
     "use_beam_search": "outputs are sampled; n makes several",
 }
-"""The reasons why fields are not supported, where there is more to say."""
+"""The reasons why fields are not supported; the other fields have a common one."""
 
 IGNORED_FIELDS = (
     "metadata",

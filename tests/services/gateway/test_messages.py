@@ -33,7 +33,7 @@ TOOL = {
 async def events_of(
     served: Served, body: Any, text: str = "hello world", end: Any = Kind.KIND_STOP
 ) -> list[Any]:
-    """Return the events of a stream, each with its type as the name of the event says it."""
+    """Return the events of a stream, each named by its type."""
     async with served.session.post(served.url + "/v1/messages", json=body | {"stream": True}) as response:
         await served.finished(text, end)
         blocks = [block for block in (await response.text()).split("\n\n") if block]
