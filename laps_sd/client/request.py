@@ -80,6 +80,11 @@ class Options(SamplingOptions, total=False):
     logprobs: int
     n: int
     """Number of outputs for the one prompt."""
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    """False ends a chat's prompt after its last message."""
+    continue_final_message: bool
+    """The output continues the last message of a chat."""
 
 
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
@@ -108,6 +113,7 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         logprobs=options.get("logprobs"),
         n=options.get("n"),
         output_format=options.get("output_format"),
+        add_special_tokens=options.get("add_special_tokens"),
     )
     speculation = options.get("speculation", "auto")
     if speculation == "off":
@@ -125,6 +131,9 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         request.messages.CopyFrom(
             ChatMessages(messages=[ChatMessage(role=m["role"], content=m["content"]) for m in messages])
         )
+        if "add_generation_prompt" in options:
+            request.messages.add_generation_prompt = options["add_generation_prompt"]
+        request.messages.continue_final_message = options.get("continue_final_message", False)
     return request
 
 

@@ -205,3 +205,17 @@ def test_a_record_of_the_release_before_is_read() -> None:
     read = accepted_before(stored)
     assert read.sampling == BEFORE
     assert read.seed == 2**64 - 1
+
+
+def test_options_of_a_client_set_the_ends_of_its_prompt() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    made = make_request(
+        chat, add_special_tokens=True, add_generation_prompt=False, continue_final_message=True
+    )
+    assert made.add_special_tokens
+    assert made.messages.HasField("add_generation_prompt")
+    assert not made.messages.add_generation_prompt
+    assert made.messages.continue_final_message
+    plain = make_request(chat)
+    assert not plain.HasField("add_special_tokens")
+    assert not plain.messages.HasField("add_generation_prompt")
