@@ -218,6 +218,25 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seed", ("1.5", '"x"', "18446744073709551616", "-9223372036854775809", "true", "[1]")),
     ("stop", ("5", "{}", "true", "[1]", '["a", null]', '[""]', '["' + "x" * 257 + '"]', '["\\ud800"]')),
     ("stop", (json.dumps(["a"] * 17), json.dumps(["a"] * 70_000))),
+    ("min_tokens", ("-1", "1.5", "true", '"2"', "[]", "32769", "2147483648", "4294967296", HUGE)),
+    (
+        "stop_token_ids",
+        ("5", "{}", "[-1]", "[true]", '["a"]', "[9999999]", "[4294967296]", json.dumps([1] * 65)),
+    ),
+    (
+        "allowed_token_ids",
+        ("5", "[null]", "[1.5]", "[9999999]", json.dumps([1] * 1025), json.dumps([1] * 70_000)),
+    ),
+    (
+        "bad_words",
+        ("5", "[5]", '[""]', '["  "]', '["' + "x" * 65 + '"]', json.dumps(["a"] * 129), '["\\ud800"]'),
+    ),
+    (
+        "bad_words_ids",
+        ("[5]", "[[]]", "[[9999999]]", '["a"]', json.dumps([[1]] * 129), json.dumps([[1] * 65])),
+    ),
+    ("structured_outputs", ("5", "{}", "[]", '{"choice": []}', '{"regex": 5}', '{"json": 5}', '{"x": 1}')),
+    ("structured_outputs", ('{"regex": "a", "grammar": "b"}', '{"regex": "("}', '{"structural_tag": "x"}')),
     ("n", ("0", "-1", "17", '"x"', "1.5", "true", HUGE)),
     ("priority", ("101", "-101", '"x"', "2147483648", "1.5")),
     ("time_limit_ms", ("0", "-1", "4294967296", '"x"')),
@@ -551,7 +570,7 @@ class Generator:
             "hostile format",
             request(path, json.dumps(body).encode()),
             frozenset({400}),
-            param="response_format",
+            param=f"guided_{kind.removesuffix('_schema')}",
         )
 
     def _hostile_tool(self) -> Input:
