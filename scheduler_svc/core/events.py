@@ -31,6 +31,8 @@ class RequestFacts:
     """Only its length limit ends it: end-of-sequence tokens are ignored, and there is no stop string."""
     length_features: bytes = b""
     """Hashed words of the prompt, as `laps_sd.contract.length_features` packs them; empty: none."""
+    prompt_blocks: bytes = b""
+    """Names of the blocks that the prompt starts with (`laps_sd.contract.prompt_blocks`); empty: none."""
 
     @property
     def guessed_tokens(self) -> float | None:
@@ -98,6 +100,17 @@ class WorkerUp:
 
     facts: WorkerFacts
     held: tuple[Held, ...]
+    cached_blocks: bytes = b""
+    """Names of all blocks whose KV it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Blocks whose KV a worker has newly computed, and blocks that it has lost since."""
+
+    worker_id: str
+    added: bytes
+    removed: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,4 +321,14 @@ class Refused:
     gone: bool
 
 
-Event = Arrived | Recovered | WorkerUp | WorkerLost | WorkerDraining | RoundReported | EndRequested | Refused
+Event = (
+    Arrived
+    | Recovered
+    | WorkerUp
+    | WorkerLost
+    | WorkerDraining
+    | CacheChanged
+    | RoundReported
+    | EndRequested
+    | Refused
+)

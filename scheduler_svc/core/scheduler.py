@@ -21,6 +21,7 @@ from scheduler_svc.core.estimates.errors import EstimateErrors
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
+    CacheChanged,
     EndRequested,
     Event,
     Recovered,
@@ -107,6 +108,8 @@ class Scheduler:
                 self._workers.lost(event, ledger)
             case WorkerDraining(worker_id):
                 self._workers.draining(worker_id, ledger)
+            case CacheChanged():
+                pass
             case Refused(request_id):
                 # Gone or stale: either way the core's state is wrong. The shell reads the record again and
                 # sends the request that it finds as `Recovered`.
