@@ -159,6 +159,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         help="Send hashed words of each prompt, from which the scheduler predicts the length of the output",
     )
     length_key: str = field("", help=LENGTH_KEY_HELP, secret=True)
+    share_prompts: bool = field(
+        False,
+        help="Use what is computed for the prompt of one tenant for the same beginning in the prompts of all"
+        " tenants; without it, of the same tenant only. Tenants that share can find out by time what others"
+        " send",
+    )
     max_draft_tokens: int = field(
         64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
     )

@@ -21,7 +21,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from gateway import metrics
-from gateway.calls.completion import complete
+from gateway.calls.completion import cache_salt, complete
 from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
 from gateway.calls.prompts import Prompts
@@ -45,6 +45,7 @@ from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.contract.length_features import FeatureHash
+from laps_sd.contract.prompt_blocks import name_blocks
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.advice import StreamTurns
 from laps_sd.service.tracing import Tracing
@@ -248,6 +249,7 @@ class Calls:
             wanted = await self._format_of(request, state)
             prompt_ids = await self._prompts.ids_of(request, rendered)
             features = self._prompts.features_of(request)
+            blocks = name_blocks(prompt_ids, cache_salt(self.settings, caller.tenant))
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
                 submit = complete(
@@ -264,6 +266,7 @@ class Calls:
                 submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
                 submit.traceparent = traceparent
                 submit.length_features.extend(features)
+                submit.prompt_blocks = blocks
                 made.append(submit)
                 states.append(state)
         return made, states

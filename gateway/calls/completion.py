@@ -15,7 +15,7 @@ from laps_sd.errors import InvalidArgument
 from laps_sd.service.specifications import set_sampling
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
-__all__ = ["body_hash", "complete"]
+__all__ = ["body_hash", "cache_salt", "complete"]
 
 
 def complete(
@@ -67,7 +67,9 @@ def complete(
     # Fields of a later release, which nothing here has checked.
     filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
     filled_in.seed = (filled_in.seed + choice) % 2**64
-    specification = gateway_link_pb2.Specification(prompt_ids=prompt_ids, drafter=request.speculation.drafter)
+    specification = gateway_link_pb2.Specification(
+        prompt_ids=prompt_ids, drafter=request.speculation.drafter, cache_salt=cache_salt(settings, tenant)
+    )
     set_sampling(specification, filled_in)
     if request.output_format.WhichOneof("format"):
         specification.output_format.CopyFrom(request.output_format)
@@ -107,6 +109,11 @@ def _set_bad_words(sampling: inference_pb2.SamplingParams, model: ModelFiles) ->
         if ids not in given:
             sampling.bad_words_ids.add(ids=ids)
     del sampling.bad_words[:]
+
+
+def cache_salt(settings: GatewaySettings, tenant: str) -> str:
+    """Return the salt of a tenant's prompts: what is computed for one is used for prompts of equal salt only."""
+    return "" if settings.share_prompts else tenant
 
 
 def body_hash(request: inference_pb2.GenerateRequest) -> bytes:

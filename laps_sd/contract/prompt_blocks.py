@@ -30,7 +30,10 @@ def name_blocks(token_ids: Sequence[int], salt: str = "", before: bytes = b"") -
     first, last = len(before) // NAME_BYTES, min(len(token_ids) // BLOCK_TOKENS, MOST_BLOCKS)
     if first >= last:
         return before
-    name = before[-NAME_BYTES:] or blake2b(salt.encode(), digest_size=NAME_BYTES, person=b"laps-sd prompt").digest()
+    name = (
+        before[-NAME_BYTES:]
+        or blake2b(salt.encode(), digest_size=NAME_BYTES, person=b"laps-sd prompt").digest()
+    )
     tokens = array("I", token_ids[first * BLOCK_TOKENS : last * BLOCK_TOKENS]).tobytes()
     step = BLOCK_TOKENS * _TOKEN_BYTES
     names = bytearray(before)

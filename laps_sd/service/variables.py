@@ -97,6 +97,7 @@ KNOWN = frozenset(
         "LAPS_SD_SCHEDULER_WAIT_S",
         "LAPS_SD_SHARD",
         "LAPS_SD_SHARDS_FILE",
+        "LAPS_SD_SHARE_PROMPTS",
         "LAPS_SD_SILENCE_S",
         "LAPS_SD_SLOTS",
         "LAPS_SD_STREAM_BUFFER_TOKENS",

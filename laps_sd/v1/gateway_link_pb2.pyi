@@ -306,6 +306,7 @@ class Submit(_message.Message):
     ATTACHMENT_ID_FIELD_NUMBER: _builtins.int
     RESTORES_FIELD_NUMBER: _builtins.int
     LENGTH_FEATURES_FIELD_NUMBER: _builtins.int
+    PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
     submission_id: _builtins.int
     """Unique on this gateway. A gateway that never got the answer (broken stream) sends the same Submit
     again with the same request_id: the record makes that harmless.
@@ -334,6 +335,11 @@ class Submit(_message.Message):
     restores: _builtins.bool
     """The request was accepted before, and the scheduler has lost it: generation continues after `shown_ids`. A scheduler that
     cannot answer now has not refused it.
+    """
+    prompt_blocks: _builtins.bytes
+    """Names of the blocks of 64 tokens that the prompt starts with, 8 bytes each (laps_sd.contract.prompt_blocks): at most 1,024, and
+    none for a block that is not full. By them the scheduler finds the worker that has computed most of the prompt. They are kept
+    until the request ends. Empty: nothing is known.
     """
     @_builtins.property
     def specification(self) -> Global___Specification: ...
@@ -369,10 +375,11 @@ class Submit(_message.Message):
         attachment_id: _builtins.str = ...,
         restores: _builtins.bool = ...,
         length_features: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "specification", b"specification", "time_limit_ms", b"time_limit_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "attachment_id", b"attachment_id", "body_hash", b"body_hash", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "grace_ms", b"grace_ms", "idempotency_key", b"idempotency_key", "keep", b"keep", "length_features", b"length_features", "model", b"model", "priority", b"priority", "request_id", b"request_id", "restores", b"restores", "shown_ids", b"shown_ids", "specification", b"specification", "submission_id", b"submission_id", "tenant", b"tenant", "time_limit_ms", b"time_limit_ms", "traceparent", b"traceparent", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms", "_expected_output_tokens", b"_expected_output_tokens", "_time_limit_ms", b"_time_limit_ms", "attachment_id", b"attachment_id", "body_hash", b"body_hash", "deadline_in_ms", b"deadline_in_ms", "expected_output_tokens", b"expected_output_tokens", "grace_ms", b"grace_ms", "idempotency_key", b"idempotency_key", "keep", b"keep", "length_features", b"length_features", "model", b"model", "priority", b"priority", "prompt_blocks", b"prompt_blocks", "request_id", b"request_id", "restores", b"restores", "shown_ids", b"shown_ids", "specification", b"specification", "submission_id", b"submission_id", "tenant", b"tenant", "time_limit_ms", b"time_limit_ms", "traceparent", b"traceparent", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_in_ms: _TypeAlias = _typing.Literal["deadline_in_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_in_ms: _TypeAlias = _typing.Literal["_deadline_in_ms", b"_deadline_in_ms"]  # noqa: Y015
@@ -437,6 +444,7 @@ class Specification(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """Fields 4 to 10 and 14 to 18: as in `sampling`; 0 is off for those from 14 on. Read by releases that do not know `sampling`."""
@@ -459,6 +467,8 @@ class Specification(_message.Message):
     """W3C traceparent of the parent span for the receiver's spans, empty if none. A scheduler takes it from the submission and
     keeps it in the record; to a worker it sends the span of the lease.
     """
+    cache_salt: _builtins.str
+    """Only a request with the same salt may use what is computed for this one. Empty: any other without a salt."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -502,10 +512,11 @@ class Specification(_message.Message):
         drafter: _inference_pb2.Speculation.Drafter.ValueType = ...,
         traceparent: _builtins.str = ...,
         sampling: _inference_pb2.SamplingParams | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "output_format", b"output_format", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "committed_ids", b"committed_ids", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "committed_ids", b"committed_ids", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -16,6 +16,7 @@ from gateway.calls.completion import body_hash
 from gateway.calls.prompts import SYSTEM_CHARACTERS, Prompts
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.length_features import FeatureHash, problem_of
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, NAME_BYTES, name_blocks
 from laps_sd.errors import retry_after_s
 from laps_sd.service import metrics
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -749,6 +750,66 @@ class TestLengthFeatures:
         assert len(plain) == len(secret)
         assert len(plain & secret) <= 1, "by chance"
         assert set(FeatureHash("a secret").features_of(QUESTION)) < secret
+
+
+class TestPromptBlocks:
+    """Names of the beginning of a prompt, by which a scheduler finds the worker that has computed it."""
+
+    @staticmethod
+    async def sent(
+        running: Running, scheduler: FakeScheduler, prompt_ids: list[int], tenant: str = "acme", n: int = 1
+    ) -> list[link_pb2.Submit]:
+        """Return the submissions of a prompt of token ids."""
+        before = len(scheduler.all_heard("submit"))
+        request = GenerateRequest(
+            token_ids=TokenIds(ids=prompt_ids), sampling=SamplingParams(max_tokens=5), n=n
+        )
+        call = running.stub.GenerateStream(request, metadata=(("laps-sd-tenant", tenant),))
+        await scheduler.wait_heard("submit", before + n)
+        call.cancel()
+        return list(scheduler.all_heard("submit")[before:])
+
+    async def test_are_of_full_blocks_under_the_name_of_the_tenant(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        prompt = [number % 300 for number in range(2 * BLOCK_TOKENS + 5)]
+        [submit] = await self.sent(running, scheduler, prompt)
+
+        assert submit.specification.cache_salt == "acme"
+        assert submit.prompt_blocks == name_blocks(prompt, "acme")
+        assert len(submit.prompt_blocks) == 2 * NAME_BYTES
+
+    async def test_differ_between_tenants(self, running: Running, scheduler: FakeScheduler) -> None:
+        prompt = [7] * BLOCK_TOKENS
+        [acme], [other], [again] = [
+            await self.sent(running, scheduler, prompt, tenant) for tenant in ("acme", "other", "acme")
+        ]
+
+        assert acme.prompt_blocks == again.prompt_blocks != other.prompt_blocks
+        assert acme.specification.cache_salt != other.specification.cache_salt
+
+    async def test_are_equal_for_all_tenants_where_these_share(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running = await start_gateway(scheduler.address, share_prompts=True)
+        prompt = [7] * BLOCK_TOKENS
+        [acme], [other] = [
+            await self.sent(running, scheduler, prompt, tenant) for tenant in ("acme", "other")
+        ]
+
+        assert acme.prompt_blocks == other.prompt_blocks == name_blocks(prompt)
+        assert acme.specification.cache_salt == other.specification.cache_salt == ""
+
+    async def test_are_none_for_less_than_a_block(self, running: Running, scheduler: FakeScheduler) -> None:
+        [submit] = await self.sent(running, scheduler, [7] * (BLOCK_TOKENS - 1))
+
+        assert submit.prompt_blocks == b""
+
+    async def test_are_the_same_for_every_choice(self, running: Running, scheduler: FakeScheduler) -> None:
+        prompt = [7] * BLOCK_TOKENS
+        submits = await self.sent(running, scheduler, prompt, n=3)
+
+        assert [submit.prompt_blocks for submit in submits] == [name_blocks(prompt, "acme")] * 3
 
 
 class TestCancel:

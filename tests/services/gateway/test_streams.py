@@ -237,6 +237,8 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     reply.submission.request_id = "s0.b"
     reply.submission.deadline_in_ms = 9000
     reply.submission.length_features.extend([3, 300])
+    reply.submission.prompt_blocks = b"a block!"
+    reply.submission.specification.cache_salt = "acme"
     reply.submission.specification.prompt_ids.extend([1, 2])
     streams.on_attach_reply(reply, 1.0)
     streams.on_delivery(link_pb2.Delivery(request_id="s0.b", first_token=0, token_ids=[7, 8]), 1.0)
@@ -252,6 +254,7 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     assert (submit.request_id, submit.attachment_id, submit.restores) == ("s0.b", "g/2", True)
     assert (list(submit.specification.prompt_ids), list(submit.shown_ids)) == ([1, 2], [7, 8])
     assert list(submit.length_features) == [3, 300]
+    assert (submit.prompt_blocks, submit.specification.cache_salt) == (b"a block!", "acme")
     assert (submit.specification.sampling.seed, submit.deadline_in_ms) == (3, 6000)
     answer = link_pb2.SubmitReply(submission_id=submit.submission_id)
     answer.accepted.request_id = "s0.b"
