@@ -236,6 +236,7 @@ class Live:
             seed=request.seed,
             submission=request.settings,
             length_features=facts.length_features,
+            prompt_blocks=facts.prompt_blocks,
             sequence=facts.sequence,
             committed_ids=tuple(self.committed),
             lease_epoch=self.lease_epoch,

@@ -456,6 +456,7 @@ class _Encoder:
                     pack_ids(request.prompt_ids),
                     request.submission,
                     request.length_features,
+                    request.prompt_blocks,
                 )
                 fields = progress_fields(request) + submission_fields(request)
                 arguments += (len(fields), *fields)

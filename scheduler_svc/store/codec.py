@@ -201,6 +201,7 @@ def stored_request(
         seed=int(fields[b"seed"]),
         submission=payload.get(b"submission", b""),
         length_features=payload.get(b"length_features", b""),
+        prompt_blocks=payload.get(b"prompt_blocks", b""),
         sequence=int(fields[b"sequence"]),
         committed_ids=committed_ids,
         lease_epoch=int(fields[b"lease_epoch"]),

@@ -37,7 +37,7 @@ class Reader:
     ) -> list[StoredRequest | None]:
         """Return requests as their own keys hold them; None for one that is not there, or that lacks tokens.
 
-        `payload`: False leaves out prompt, submission, features and story.
+        `payload`: False leaves out prompt, submission, features, names of blocks and story.
         """
         # Not in a transaction, which a full server refuses. The hash is read first: tokens are only ever
         # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is

@@ -81,6 +81,8 @@ class NewRequest:
     """Serialized submission (sampling settings, stop strings …). Opaque to the store."""
     length_features: bytes
     """Packed hashed words of the prompt; empty: none. The record drops them at the end."""
+    prompt_blocks: bytes
+    """Names of the blocks that the prompt starts with; empty: none. The record drops them at the end."""
 
 
 @dataclass(frozen=True, slots=True)

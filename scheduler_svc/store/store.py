@@ -440,6 +440,7 @@ class Store:
             pack_ids(request.prompt_ids),
             request.submission,
             request.length_features,
+            request.prompt_blocks,
             pack_ids(shown.token_ids),
             len(fields),
             *fields,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from laps_sd.contract import length_features, limits
+from laps_sd.contract import length_features, limits, prompt_blocks
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -37,6 +37,7 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     _bounded("model", submit.model)
     _bounded("traceparent", submit.traceparent)
     _bounded("specification.traceparent", submit.specification.traceparent)
+    _bounded("specification.cache_salt", submit.specification.cache_salt)
     if len(submit.body_hash) > MAX_BODY_HASH_BYTES:
         raise InvalidArgument(
             "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"
@@ -66,6 +67,11 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     problem = length_features.problem_of(submit.length_features)
     if problem:
         raise InvalidArgument("length_features", problem)
+    problem = prompt_blocks.problem_of(
+        submit.prompt_blocks, min(prompt_tokens // prompt_blocks.BLOCK_TOKENS, prompt_blocks.MOST_BLOCKS)
+    )
+    if problem:
+        raise InvalidArgument("prompt_blocks", problem)
     if submit.shown_ids and not submit.restores:
         raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):

@@ -54,6 +54,7 @@ def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
         seed=sampling.seed,
         submission=_serialized(specification),
         length_features=packed(submit.length_features),
+        prompt_blocks=submit.prompt_blocks,
     )
 
 
@@ -139,6 +140,7 @@ def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -
             expected_output_tokens=new.expected_output_tokens,
             runs_to_limit=_runs_to_limit(specification),
             length_features=new.length_features,
+            prompt_blocks=new.prompt_blocks,
         ),
         model=new.model,
         idempotency_key=new.idempotency_key,
@@ -192,6 +194,7 @@ def _without_specification(
         model=request.model,
         traceparent=request.traceparent,
         length_features=unpacked(facts.length_features),
+        prompt_blocks=facts.prompt_blocks,
     )
 
 

@@ -25,6 +25,8 @@ NOW_S = 1_700_000_000.5
 
 FEATURES = packed((3, 300, 2**15 - 1))
 """Length features of a request."""
+BLOCKS = bytes(range(256 - 16, 256))
+"""Names of the two blocks that a prompt starts with."""
 
 STORY = (StoryLine(0.0, "arrived", ""), StoryLine(1.5, "ended", "stop"))
 
@@ -56,6 +58,7 @@ def a_request(request_id: str = "r1", **changes: Any) -> NewRequest:
         "seed": 7,
         "submission": b"\x00\xffsettings",
         "length_features": FEATURES,
+        "prompt_blocks": BLOCKS,
     }
     return NewRequest(**(fields | changes))
 

@@ -26,6 +26,7 @@ from tests.helpers import wait_until_async
 from tests.store.conftest import OpenStore
 from tests.store.kit import (
     ALREADY,
+    BLOCKS,
     FEATURES,
     GONE,
     NOW_S,
@@ -93,6 +94,7 @@ class TestSubmit:
             seed=2**64 - 1,
             submission=bytes(range(256)),
             length_features=packed(range(2**15 - MOST_FEATURES, 2**15)),
+            prompt_blocks=bytes(range(256)) * 32,
         )
         await accept(store, request)
 
@@ -569,18 +571,20 @@ class TestEnd:
 
     @pytest.mark.parametrize("verb", ["commit", "finish"])
     @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.value)
-    async def test_the_words_of_a_prompt_leave_the_record_with_the_end(
+    async def test_words_and_blocks_of_a_prompt_leave_the_record_with_the_end(
         self, store: Store, client: redis_client.Redis, end: End, verb: str
     ) -> None:
         await accept(store, a_request())
         await lease(store)
         await One(store).commit(a_commit())
-        assert (await read(store)).length_features == FEATURES
+        kept = await read(store)
+        assert (kept.length_features, kept.prompt_blocks) == (FEATURES, BLOCKS)
         last = a_commit(position=3, end=end) if verb == "commit" else a_finish(end=end)
 
         assert await One(store).many(verb, [last]) == [OK]
         assert await client.hkeys(store.keys.payload("r1")) == [b"prompt", b"submission", b"story"]
-        assert (await read(store)).length_features == b""
+        ended = await read(store)
+        assert (ended.length_features, ended.prompt_blocks) == (b"", b"")
 
     async def test_a_process_that_never_saw_the_submission_lets_its_key_expire_too(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
@@ -1165,23 +1169,24 @@ class TestLeadership:
 
 
 class TestRecovery:
-    async def test_what_words_a_prompt_had_reaches_a_new_leader(
+    async def test_what_words_and_blocks_a_prompt_had_reaches_a_new_leader(
         self, store: Store, open_store: OpenStore
     ) -> None:
-        await accept(store, a_request("r1"), a_request("r2", length_features=b""))
+        await accept(store, a_request("r1"), a_request("r2", length_features=b"", prompt_blocks=b""))
         found = await unfinished(await take_over(open_store, store))
 
         assert [request.length_features for request in found] == [FEATURES, b""]
+        assert [request.prompt_blocks for request in found] == [BLOCKS, b""]
 
-    async def test_a_request_without_length_features_is_as_an_earlier_release_wrote_it(
+    async def test_a_request_without_words_and_blocks_is_as_an_earlier_release_wrote_it(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
-        await accept(store, a_request(length_features=b""))
+        await accept(store, a_request(length_features=b"", prompt_blocks=b""))
         assert await client.hkeys(store.keys.payload("r1")) == [b"prompt", b"submission"]
 
         other = await take_over(open_store, store)
         [found] = await unfinished(other)
-        assert found.length_features == b""
+        assert (found.length_features, found.prompt_blocks) == (b"", b"")
         assert await One(other).finish(a_finish()) is OK
 
     async def test_reading_may_stop_after_some(self, store: Store) -> None:
@@ -1279,7 +1284,7 @@ class TestRestore:
         await accept(
             store,
             a_request("r0", idempotency_key="k", body_hash="b"),
-            a_request("r1"),
+            a_request("r1", prompt_blocks=b""),
             a_request("r2", length_features=b""),
         )
         await lease(store, "r1")

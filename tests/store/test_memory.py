@@ -9,6 +9,7 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import MOST_FEATURES, packed
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, NAME_BYTES
 from scheduler_svc.store.store import Store
 from tests.store.kit import OK, One, a_commit, a_request, a_standing, accept, fold, keys_of, lease
 
@@ -47,6 +48,7 @@ async def test_a_queued_request_and_its_tokens_stay_below_the_documented_bound(
                 body_hash=f"{number:064x}",
                 submission=bytes(128),
                 length_features=packed(range(MOST_FEATURES)),
+                prompt_blocks=bytes(PROMPT // BLOCK_TOKENS * NAME_BYTES),
                 deadline_unix_ms=1_700_000_060_000,
             )
             for number in range(COUNT)

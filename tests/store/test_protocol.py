@@ -46,6 +46,7 @@ from scheduler_svc.store.records import StoredRequest, SubmitStatus, TransitionS
 from scheduler_svc.store.store import Store
 from tests.store.kit import (
     ALREADY,
+    BLOCKS,
     FEATURES,
     GONE,
     OK,
@@ -744,6 +745,9 @@ class Protocol(RuleBasedStateMachine):
             assert stored is not None, "an accepted request is not on the record"
             assert stored.length_features == (FEATURES if stored.end is None else b""), (
                 "the words of a prompt are kept until the end"
+            )
+            assert stored.prompt_blocks == (BLOCKS if stored.end is None else b""), (
+                "the names of its blocks are kept as long"
             )
             committed, was = list(stored.committed_ids), self.before.get(request_id)
             if was is not None:

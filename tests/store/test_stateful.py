@@ -27,6 +27,7 @@ from scheduler_svc.store.records import Limits, SubmitStatus, TransitionStatus
 from scheduler_svc.store.store import Store
 from tests.store.kit import (
     ALREADY,
+    BLOCKS,
     FEATURES,
     GONE,
     OK,
@@ -259,6 +260,7 @@ class TwoProcesses(RuleBasedStateMachine):
                 known.end,
             )
             assert stored.length_features == (FEATURES if known.end is None else b"")
+            assert stored.prompt_blocks == (BLOCKS if known.end is None else b"")
             standing = stored.standing
             assert (standing.rounds, standing.level, standing.score) == (
                 known.rounds,

@@ -19,6 +19,7 @@ import redis.asyncio as redis_client
 
 from laps_sd.client import Accepted, Client
 from laps_sd.contract.length_features import FeatureHash, packed
+from laps_sd.contract.prompt_blocks import name_blocks
 from laps_sd.errors import InvalidArgument
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
@@ -28,7 +29,10 @@ from tests.system.calls import seeded, stream_all
 
 MODEL = "laps-sd-demo"
 WORD = "quixotryzzle"
-PROMPT = f"Tell me what a {WORD} is, in one sentence, and why the harbour of Antofagasta has none."
+PROMPT = (
+    f"Tell me what a {WORD} is, in one sentence, and why the harbour of Antofagasta has none."
+    " Then tell me what a sailor of that harbour would say of it, and to whom."
+)
 ENDED = 4
 """Requests with the prompt that run to their own end, two by each protocol."""
 LEARNED = 300
@@ -116,7 +120,7 @@ def ask_by_http(stack: LocalStack) -> None:
 async def test_no_word_of_a_prompt_and_no_hash_of_one_is_shown_or_outlives_its_request(
     stack: LocalStack,
 ) -> None:
-    features = FeatureHash().features_of(PROMPT, ["most 11"])  # 2,000 has 11 bits
+    features = FeatureHash().features_of(PROMPT, ["most 11"])  # 1,900 has 11 bits
     assert len(features) > TOGETHER
     with Client(stack.gateway_address) as client:
         token_ids = client.tokenize(PROMPT)
@@ -126,7 +130,7 @@ async def test_no_word_of_a_prompt_and_no_hash_of_one_is_shown_or_outlives_its_r
         with pytest.raises(InvalidArgument):
             client.generate(PROMPT, max_tokens=10**9)
         stack.pause("worker-0")  # what comes now cannot end
-        events = client.stream(PROMPT, max_tokens=2000, keep=True)
+        events = client.stream(PROMPT, max_tokens=1900, keep=True)
         accepted = next(events)
         assert isinstance(accepted, Accepted)
         events.close()
@@ -139,7 +143,9 @@ async def test_no_word_of_a_prompt_and_no_hash_of_one_is_shown_or_outlives_its_r
             await learned_from(record, ENDED)
             held = await everything_in(record)
 
+    blocks = name_blocks(token_ids, "anonymous")
     assert payload[b"length_features"] == packed(features), "it is kept while the request runs"
+    assert payload[b"prompt_blocks"] == blocks != b"", "so are the names of its blocks"
     assert "from the words of its prompt" in explained[0].basis, "it is used"
     texts = shown(stack)
     for number, told in enumerate(explained):
@@ -150,13 +156,16 @@ async def test_no_word_of_a_prompt_and_no_hash_of_one_is_shown_or_outlives_its_r
         WORD.title(),
         packed(features).hex(),
         repr(packed(features))[2:-1],
+        blocks.hex(),
+        repr(blocks)[2:-1],
         *listings(features),
         *listings(token_ids),
     ]
     for where, text in texts.items():
         assert [secret for secret in hidden if secret in text] == [], where
     rows = [packed(features[at : at + TOGETHER]) for at in range(len(features) - TOGETHER + 1)]
-    forbidden = [WORD.encode(), b"length_features", *rows, *(text.encode() for text in listings(features))]
+    hashes = [b"length_features", b"prompt_blocks", blocks]
+    forbidden = [WORD.encode(), *hashes, *rows, *(text.encode() for text in listings(features))]
     assert f"laps-sd:{{s0}}:payload:{accepted.request_id}" in held
     for key, values in held.items():
         assert WORD not in key

@@ -54,7 +54,7 @@ local function end_request(id, k, tenant, reserved, fresh, ending, progress, now
     redis.call('HSET', request, 'state', 'ended', 'worker', '', 'end', ending.reason,
         'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms, unpack(progress))
     redis.call('HSET', payload, 'story', ending.story)
-    redis.call('HDEL', payload, 'length_features')
+    redis.call('HDEL', payload, 'length_features', 'prompt_blocks')
     redis.call('PEXPIRE', request, ttl_ms)
     redis.call('PEXPIRE', tokens, ttl_ms)
     redis.call('PEXPIRE', payload, ttl_ms)

@@ -10,7 +10,7 @@
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, shard_ttl_ms, then per entry
 --     id, tenant, body_hash, sequence, tokens (prompt tokens and max_tokens), lease_epoch, committed ids,
---     prompt, submission, length_features (empty: none), n, then n strings: field, value, … of the request hash
+--     prompt, submission, length_features (empty: none), prompt_blocks (empty: none), n, then n strings: field, value, … of the request hash
 --   returns per entry OK, ALREADY (the record holds exactly this much), STALE (it holds more, or other tokens)
 --           or GONE (it has ended); or {'fenced'}
 local leadership, shard_ttl_ms = ARGV[1], ARGV[2]
@@ -33,6 +33,7 @@ local function restore(k, a)
         redis.call('INCRBY', KEYS[RESERVED], reserved)
         redis.call('HSET', payload, 'prompt', ARGV[a + 7], 'submission', ARGV[a + 8])
         if ARGV[a + 9] ~= '' then redis.call('HSET', payload, 'length_features', ARGV[a + 9]) end
+        if ARGV[a + 10] ~= '' then redis.call('HSET', payload, 'prompt_blocks', ARGV[a + 10]) end
         if idempotency ~= request then
             -- A request that its deadline ended has let the key go, perhaps to a newer one.
             local held_by = string.match(redis.call('GET', idempotency) or '', '^(%d+) ')
@@ -44,7 +45,7 @@ local function restore(k, a)
             redis.call('SET', KEYS[AFTER_QUEUE], sequence, 'PX', shard_ttl_ms)
         end
     end
-    redis.call('HSET', request, unpack(ARGV, a + 11, a + 10 + ARGV[a + 10]))
+    redis.call('HSET', request, unpack(ARGV, a + 12, a + 11 + ARGV[a + 11]))
     if committed ~= '' then redis.call('SET', tokens_key, committed) end
     return OK
 end
@@ -52,6 +53,6 @@ end
 local answers, k, a = {}, AFTER_QUEUE + 1, 3
 while a <= #ARGV do
     answers[#answers + 1] = restore(k, a)
-    k, a = k + 4, a + 11 + ARGV[a + 10]
+    k, a = k + 4, a + 12 + ARGV[a + 11]
 end
 return answers

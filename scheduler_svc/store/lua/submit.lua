@@ -8,8 +8,8 @@
 --     tokens       string  created here if tokens were shown
 --     idempotency  string  "sequence request-id body-hash"; the request's key again when the client gave none
 --   ARGV    leadership, max_requests, max_tokens, max_requests_per_tenant (-1: no limit), shard_ttl_ms, then per entry
---     id, tenant, body_hash, tokens (prompt tokens and max_tokens), prompt, submission, length_features (empty: none), shown,
---     n, then n strings: field, value, … of the request hash
+--     id, tenant, body_hash, tokens (prompt tokens and max_tokens), prompt, submission, length_features (empty: none),
+--     prompt_blocks (empty: none), shown, n, then n strings: field, value, … of the request hash
 --   returns per entry {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full', id, 0};
 --           or {'fenced'}; 'accepted' also when this very request is on the record already: a retry.
 local leadership, max_requests, max_tokens, max_per_tenant = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -38,10 +38,16 @@ local function submit(k, a)
 
     local sequence = redis.call('INCR', KEYS[AFTER_QUEUE])
     if sequence == 1 then redis.call('PEXPIRE', KEYS[AFTER_QUEUE], ARGV[5]) end
-    redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, a + 9, a + 8 + ARGV[a + 8]))
-    local features = ARGV[a + 6] ~= '' and {'length_features', ARGV[a + 6]} or {}
-    redis.call('HSET', payload, 'prompt', ARGV[a + 4], 'submission', ARGV[a + 5], unpack(features))
-    if ARGV[a + 7] ~= '' then redis.call('SET', KEYS[k + 2], ARGV[a + 7]) end
+    redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, a + 10, a + 9 + ARGV[a + 9]))
+    local fields = {'prompt', ARGV[a + 4], 'submission', ARGV[a + 5]}
+    for field, value in pairs({length_features = ARGV[a + 6], prompt_blocks = ARGV[a + 7]}) do
+        if value ~= '' then
+            fields[#fields + 1] = field
+            fields[#fields + 1] = value
+        end
+    end
+    redis.call('HSET', payload, unpack(fields))
+    if ARGV[a + 8] ~= '' then redis.call('SET', KEYS[k + 2], ARGV[a + 8]) end
     if idempotency ~= request then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
     requests, reserved, added, of_tenant[tenant] = requests + 1, reserved + tokens, added + tokens, of_tenant[tenant] + 1
     added_of[tenant] = (added_of[tenant] or 0) + 1
@@ -53,7 +59,7 @@ end
 local answers, k, a = {}, AFTER_QUEUE + 1, 6
 while a <= #ARGV do
     answers[#answers + 1] = submit(k, a)
-    k, a = k + 4, a + 9 + ARGV[a + 8]
+    k, a = k + 4, a + 10 + ARGV[a + 9]
 end
 if #joined > 0 then
     redis.call('ZADD', KEYS[UNFINISHED], unpack(joined))

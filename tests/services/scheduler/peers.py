@@ -152,6 +152,7 @@ class GatewayPeer(Peer):
         attachment_id: str = "",
         submission_id: int = 1,
         logprobs: int | None = None,
+        cache_salt: str = "",
         **fields: Any,
     ) -> gateway_pb.SubmitReply:
         specification = gateway_pb.Specification(
@@ -159,6 +160,7 @@ class GatewayPeer(Peer):
             prompt_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, top_p=1.0, seed=7),
             logprobs=logprobs,
+            cache_salt=cache_salt,
         )
         submit = gateway_pb.Submit(
             submission_id=submission_id,

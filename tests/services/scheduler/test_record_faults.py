@@ -20,6 +20,7 @@ import structlog
 
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -38,6 +39,8 @@ STOP = gateway_pb.RequestEnd.KIND_STOP
 Refused = gateway_pb.SubmitRefused
 StartScheduler = Callable[..., Awaitable[SchedulerUnderTest]]
 TRACEPARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+PROMPT = tuple(range(BLOCK_TOKENS + 1))
+BLOCKS = name_blocks(PROMPT, "acme")
 
 
 @pytest.fixture
@@ -88,7 +91,13 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
     epoch, incarnation = scheduler.leadership.epoch, scheduler.store.incarnation
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit(
-            "r1", priority=3, time_limit_ms=60_000, workload_class="chat", length_features=[1, 300]
+            "r1",
+            prompt=PROMPT,
+            prompt_blocks=BLOCKS,
+            priority=3,
+            time_limit_ms=60_000,
+            workload_class="chat",
+            length_features=[1, 300],
         )
         lease = (await gpu.assigned("r1"))["r1"].lease_epoch
         await gpu.run_round("r1", lease, 0, [10, 11])
@@ -108,7 +117,7 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
         assert (r1.committed_ids, r1.lease_epoch, r1.worker_id) == ((10, 11, 12), lease, "w1")
         assert before[0] is not None
         assert (r1.priority, r1.time_limit_ms, r1.submission) == (3, 60_000, before[0].submission)
-        assert r1.length_features == packed([1, 300])
+        assert (r1.length_features, r1.prompt_blocks) == (packed([1, 300]), BLOCKS)
         assert r2 == before[1]
         assert counters == (
             await operator.hgetall("laps-sd:{s}:tenants"),
@@ -369,6 +378,9 @@ async def test_without_leader_and_record_the_gateway_that_a_client_went_to_resto
             deadline_in_ms=60_000,
             grace_ms=30_000,
             length_features=[1, 300],
+            prompt=PROMPT,
+            prompt_blocks=BLOCKS,
+            cache_salt="acme",
         )
     async with gateway(first.address, "g2") as resumed:
         attached = await resumed.attach("r1", tenant="acme", wants_submission=True)
@@ -386,11 +398,12 @@ async def test_without_leader_and_record_the_gateway_that_a_client_went_to_resto
         assert (await client.next("submit_reply")).accepted.request_id == "r1"
 
         listed = (await gpu.assigned("r1"))["r1"]
-        assert (list(listed.specification.prompt_ids), listed.tokens) == ([1, 2, 3], [10, 11])
+        assert (tuple(listed.specification.prompt_ids), listed.tokens) == (PROMPT, [10, 11])
+        assert listed.specification.cache_salt == "acme"
         restored = await second.store.read("r1")
         assert restored is not None
         assert (restored.tenant, restored.idempotency_key, restored.grace_ms) == ("acme", "k", 30_000)
-        assert restored.length_features == packed([1, 300])
+        assert (restored.length_features, restored.prompt_blocks) == (packed([1, 300]), BLOCKS)
 
 
 async def test_of_two_streams_the_one_that_was_shown_more_counts(start_own: StartScheduler) -> None:
@@ -476,6 +489,9 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
             time_limit_ms=60_000,
             traceparent=TRACEPARENT,
             length_features=[1, 300],
+            prompt=PROMPT,
+            prompt_blocks=BLOCKS,
+            cache_salt="acme",
         )
         running = (await gpu.assigned("r1"))["r1"]
         running.specification.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"  # of its lease
@@ -506,8 +522,10 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
             "model",
             "submission",
             "length_features",
+            "prompt_blocks",
         ):
             assert getattr(restored, field) == getattr(lost, field)
+        assert lost.prompt_blocks == BLOCKS
         assert restored.time_limit_ms is not None
         assert restored.time_limit_ms <= 60_000
         assert (await client.attach("r1", tenant="acme")).result == gateway_pb.AttachReply.RESULT_ATTACHED
