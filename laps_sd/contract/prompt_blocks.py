@@ -18,6 +18,8 @@ that, and the scheduler four times the memory."""
 NAME_BYTES = 8
 MOST_BLOCKS = 1024
 """Most blocks of one prompt that are named; what follows is not known to be computed."""
+MOST_CACHED_BLOCKS = 131_072
+"""Most blocks that a worker reports as computed, about 8 million tokens: 1 MB in its hello."""
 _TOKEN_BYTES = array("I").itemsize
 
 
@@ -41,6 +43,11 @@ def name_blocks(token_ids: Sequence[int], salt: str = "", before: bytes = b"") -
         name = blake2b(name + tokens[at : at + step], digest_size=NAME_BYTES).digest()
         names += name
     return bytes(names)
+
+
+def most_cached(kv_blocks: int, block_size: int) -> int:
+    """Return how many blocks a KV cache of this size can hold the ends of, and a worker may thus report."""
+    return min(kv_blocks * -(-block_size // BLOCK_TOKENS), MOST_CACHED_BLOCKS)
 
 
 def numbers_of(names: bytes) -> Sequence[int]:

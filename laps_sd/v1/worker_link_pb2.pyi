@@ -170,6 +170,7 @@ class WorkerHello(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LAST_REPORT_FIELD_NUMBER: _builtins.int
     LENGTH_PROBE_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process: a worker that starts again has another id."""
     worker_name: _builtins.str
@@ -191,6 +192,10 @@ class WorkerHello(_message.Message):
     """Draining already (SIGTERM while the link was down)."""
     last_report: _builtins.int
     """Number of the last report that it has issued."""
+    cached_blocks: _builtins.bytes
+    """Names of the prompt blocks whose KV it has (laps_sd.contract.prompt_blocks), under the salts of their requests. At most
+    131,072, and one for each 64 tokens or part of them in each of its KV blocks; if there are more, the most recently used.
+    """
     @_builtins.property
     def protocol_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -225,10 +230,11 @@ class WorkerHello(_message.Message):
         draining: _builtins.bool = ...,
         last_report: _builtins.int = ...,
         length_probe: Global___ProbeKind | None = ...,
+        cached_blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "length_probe", b"length_probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "device", b"device", "draft_blocks", b"draft_blocks", "draining", b"draining", "fingerprint", b"fingerprint", "held", b"held", "last_report", b"last_report", "length_probe", b"length_probe", "max_draft_tokens", b"max_draft_tokens", "max_length", b"max_length", "pool", b"pool", "protocol_versions", b"protocol_versions", "slots", b"slots", "software_version", b"software_version", "target_blocks", b"target_blocks", "vocab_size", b"vocab_size", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cost", b"cost", "device", b"device", "draft_blocks", b"draft_blocks", "draining", b"draining", "fingerprint", b"fingerprint", "held", b"held", "last_report", b"last_report", "length_probe", b"length_probe", "max_draft_tokens", b"max_draft_tokens", "max_length", b"max_length", "pool", b"pool", "protocol_versions", b"protocol_versions", "slots", b"slots", "software_version", b"software_version", "target_blocks", b"target_blocks", "vocab_size", b"vocab_size", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,6 +488,8 @@ class RoundReport(_message.Message):
     FREE_TARGET_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_DRAFT_BLOCKS_FIELD_NUMBER: _builtins.int
     PLAIN_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3 … per worker process."""
     draft_s: _builtins.float
@@ -493,6 +501,11 @@ class RoundReport(_message.Message):
     total_s: _builtins.float
     free_target_blocks: _builtins.int
     free_draft_blocks: _builtins.int
+    cached_blocks: _builtins.bytes
+    """Prompt blocks whose KV it has, and had not at the report before; and those of that time which it has no more. Adding one that
+    is known, and removing one that is not, changes nothing.
+    """
+    evicted_blocks: _builtins.bytes
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestProgress]: ...
     @_builtins.property
@@ -516,10 +529,12 @@ class RoundReport(_message.Message):
         free_target_blocks: _builtins.int = ...,
         free_draft_blocks: _builtins.int = ...,
         plain: Global___PlainProgress | None = ...,
+        cached_blocks: _builtins.bytes = ...,
+        evicted_blocks: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_s", b"draft_s", "free_draft_blocks", b"free_draft_blocks", "free_target_blocks", b"free_target_blocks", "idle_s", b"idle_s", "number", b"number", "plain", b"plain", "prefill_s", b"prefill_s", "progress", b"progress", "residency", b"residency", "swap_s", b"swap_s", "total_s", b"total_s", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draft_s", b"draft_s", "evicted_blocks", b"evicted_blocks", "free_draft_blocks", b"free_draft_blocks", "free_target_blocks", b"free_target_blocks", "idle_s", b"idle_s", "number", b"number", "plain", b"plain", "prefill_s", b"prefill_s", "progress", b"progress", "residency", b"residency", "swap_s", b"swap_s", "total_s", b"total_s", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -331,6 +331,8 @@ class Loop:
 
     def _handle_report(self, turn: Turn, session: WorkerSession, report: reports.Report) -> None:
         event, worker_id = report.event, session.worker_id
+        if report.cache is not None:
+            turn.events.append(report.cache)
         turn.events.append(event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
         verified, prefilled = event.verified, event.prefilled

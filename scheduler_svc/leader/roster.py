@@ -94,7 +94,7 @@ class Roster:
         entry.name = hello.name
         entry.last_report_s = turn.now_s
         session.known = {held.request_id: held.lease_epoch for held in hello.held}
-        turn.events.append(WorkerUp(hello.facts, hello.held))
+        turn.events.append(WorkerUp(hello.facts, hello.held, hello.cached_blocks))
         if hello.draining:
             turn.events.append(WorkerDraining(worker_id))
         self._watch(entry, turn.now_s)

@@ -153,3 +153,6 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
         raise InvalidArgument("slots", f"must be at most {MAX_SLOTS}, got {hello.slots}")
     if len(hello.held) > MAX_HELD:
         raise InvalidArgument("held", f"must have at most {MAX_HELD} entries, got {len(hello.held)}")
+    most = prompt_blocks.most_cached(hello.target_blocks, hello.block_size)
+    if problem := prompt_blocks.problem_of(hello.cached_blocks, most):
+        raise InvalidArgument("cached_blocks", problem)

@@ -12,11 +12,19 @@ from typing import NamedTuple
 from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
+from laps_sd.contract.prompt_blocks import MOST_CACHED_BLOCKS, problem_of
 from laps_sd.service import ends
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
-from scheduler_svc.core.events import Held, Progress, ResidencyChange, RoundReported, WorkerFacts
+from scheduler_svc.core.events import (
+    CacheChanged,
+    Held,
+    Progress,
+    ResidencyChange,
+    RoundReported,
+    WorkerFacts,
+)
 from scheduler_svc.wire.checks import MAX_TOKEN_ID
 from scheduler_svc.wire.requests import Offer
 
@@ -53,6 +61,8 @@ class Hello:
     name: str
     facts: WorkerFacts
     held: tuple[Held, ...]
+    cached_blocks: bytes
+    """Names of the prompt blocks whose KV it has."""
     offers: tuple[Offer, ...]
     """Those of the held requests that came with their specification."""
     draining: bool
@@ -83,6 +93,7 @@ def hello_of(hello: WorkerHello) -> Hello:
             )
             for held in hello.held
         ),
+        cached_blocks=hello.cached_blocks,
         offers=tuple(Offer(held) for held in hello.held if held.HasField("specification")),
         draining=hello.draining,
         probe=_probe_kind(hello.length_probe) if hello.HasField("length_probe") else None,
@@ -109,6 +120,8 @@ class Report:
     event: RoundReported
     details: list[Details]
     """Details of the requests that have any."""
+    cache: CacheChanged | None
+    """Changes of what its cache holds; None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ def from_worker(
                         for one in report.progress
                         if one.cached or one.logprobs
                     ],
+                    _cache_changed(worker_id, report),
                 )
                 for report in message.reports.reports
             ]
@@ -149,6 +163,17 @@ def from_worker(
             learnt = message.learnt_probe
             return LearntProbe(_probe_kind(learnt.kind), learnt.requests, learnt.numbers)
     return None
+
+
+def _cache_changed(worker_id: str, report: worker_pb.RoundReport) -> CacheChanged | None:
+    """Return the changes of a worker's cache; None without any."""
+    added, removed = _names(report.cached_blocks), _names(report.evicted_blocks)
+    return CacheChanged(worker_id, added, removed) if added or removed else None
+
+
+def _names(names: bytes) -> bytes:
+    """Return names of prompt blocks; none if they are not whole, or more than a worker may have."""
+    return b"" if names and problem_of(names, MOST_CACHED_BLOCKS) else names
 
 
 def _probe_kind(kind: worker_pb.ProbeKind) -> ProbeKind:
