@@ -222,6 +222,7 @@ def _fake_engine(settings: WorkerSettings) -> Engine:
         acceptance=settings.fake_acceptance,
         lengths=lognormal_lengths(settings.fake_output_tokens, 0.8) if settings.fake_output_tokens else None,
         prefill_chunk=settings.prefill_chunk,
+        prefix_reuse_tokens=settings.prefix_reuse_tokens,
         costs=FakeCosts(round_s=settings.fake_round_s),
         time_scale=settings.fake_time_scale,
         deadly_seed=settings.fake_deadly_seed,

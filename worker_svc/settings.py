@@ -148,8 +148,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
     prefix_reuse_tokens: int = field(
         64,
         help="KV of an earlier request is reused if a prompt begins with at least this many of the same "
-        "tokens. Smaller: more lookups for less gain. 0: never, so that no tenant can infer from times or"
-        " from cached_prompt_tokens what others sent",
+        "tokens, and the gateway allows it (LAPS_SD_SHARE_PROMPTS). Smaller: more lookups for less gain. 0:"
+        " never",
         minimum=0,
     )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.worker.cache import cached_blocks
-from worker_svc.engine.cache.blocks import BlockAllocator, name_blocks
+from worker_svc.engine.cache.blocks import BlockAllocator, name_blocks, root_of
 from worker_svc.engine.interface import OutOfBlocks, blocks_needed
 
 
@@ -36,6 +36,8 @@ class Owners(RuleBasedStateMachine):
         self.allocator = BlockAllocator(blocks, region, together)
         self.owners: list[Owner] = []
         self.contents: list[bytes] = [b"nothing"] * blocks
+        self.named: set[bytes] = set()
+        self.allocator.on_forgotten = self.named.remove
 
     @rule(
         context=st.lists(st.integers(0, 1), max_size=12),
@@ -81,6 +83,7 @@ class Owners(RuleBasedStateMachine):
             if at < len(owner.names) and not self.allocator.is_named(owner.blocks[at]):
                 self.contents[owner.blocks[at]] = owner.names[at]
                 self.allocator.name(owner.blocks[at], owner.names[at])
+                self.named.add(owner.names[at])
                 owner.written = max(owner.written, at + 1)
                 return
 
@@ -106,6 +109,7 @@ class Owners(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.allocator.forget_names()
+        assert not self.named
         assert cached_blocks(self.allocator) == 0
 
     @invariant()
@@ -115,6 +119,13 @@ class Owners(RuleBasedStateMachine):
             owned = Counter(block for owner in self.owners for block in owner.blocks)
             assert self.allocator.free_blocks + len(owned) == self.allocator.blocks
             assert cached_blocks(self.allocator) <= self.allocator.free_blocks
+
+    @invariant()
+    def what_is_found_was_named_and_not_forgotten(self) -> None:
+        if hasattr(self, "allocator"):
+            known = [name for owner in self.owners for name in owner.names] + list(self.named)
+            for name in known:
+                assert self.allocator.holds(name) == bool(self.allocator.find([name])) == (name in self.named)
 
     @invariant()
     def whoever_writes_a_block_is_alone(self) -> None:
@@ -243,6 +254,15 @@ def test_names_stand_for_all_tokens_before() -> None:
     assert name_blocks(name_blocks([], [1, 2, 3], 2), [1, 2, 3, 4, 5, 6], 2) == whole
     assert name_blocks([], [9, 2, 3, 4, 5, 6], 2)[1:] != whole[1:]
     assert len({*whole, *name_blocks([], [3, 4, 3, 4], 2)}) == 5
+
+
+def test_names_stand_for_a_salt_too() -> None:
+    named = [name_blocks([], [1, 2, 3, 4], 2, root_of(salt)) for salt in ("", "acme", "other")]
+    assert root_of("") == b""
+    assert named[0] == name_blocks([], [1, 2, 3, 4], 2)
+    assert len({name for names in named for name in names}) == 6
+    started = name_blocks([], [1, 2], 2, root_of("acme"))
+    assert name_blocks(started, [1, 2, 3, 4], 2, root_of("acme")) == named[1]
 
 
 def test_what_is_forgotten_is_not_found_and_may_be_written_once_it_is_free(cache: BlockAllocator) -> None:

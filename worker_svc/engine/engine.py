@@ -20,10 +20,12 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
+from worker_svc.engine.cache.prompts import ContextNames
 from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
 from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.interface import (
+    CacheChanges,
     Capacity,
     DeviceFailed,
     Drafter,
@@ -119,6 +121,7 @@ class SpeculativeEngine:
             stop_text=self._stop_text(spec),
             acceptance=Acceptance(prior=self._lookup_prior, free=True) if looks_up else Acceptance(),
             seed_key=counter.mix64(spec.sampling.seed),
+            names=ContextNames(spec.cache_salt),
             lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
             format=state,
             restrictions=restrictions_of(spec, self._pair.eos_ids),
@@ -164,6 +167,14 @@ class SpeculativeEngine:
     def known(self) -> frozenset[str]:
         """Return the ids of all requests that were added and not dropped."""
         return frozenset(self._sequences)
+
+    def cached_blocks(self) -> bytes:
+        """Return the names of all prompt blocks whose KV it has, the most recently used last."""
+        return self.rounds.prefill.prompts.held()
+
+    def cache_changes(self) -> CacheChanges:
+        """Return the changes of `cached_blocks` since the last call."""
+        return self.rounds.prefill.prompts.changes()
 
     def check(self) -> None:
         """Assert that every block is free, cached or held, and that a writable block has a single holder."""

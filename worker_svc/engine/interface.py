@@ -21,7 +21,7 @@ Contract with the caller, in order:
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
 6. An engine may keep KV that no request needs any more (prefix cache), and use it for a request with the same
-   start. Blocks with such KV count as free.
+   start and the same `cache_salt`. Blocks with such KV count as free.
 7. With `Capacity.lag` = 1 the engine prepares a round while the device works on the one before. `round(run)`
    then begins `run` and returns the outcome of the round before, without the requests that have ended or were
    dropped since that began; `round(())` begins nothing. A request whose end is not known yet may be in `run`:
@@ -58,6 +58,8 @@ from laps_sd.contract.limits import (
 from laps_sd.contract.sampling import BOUNDS, LEAST_TEMPERATURE, Sampling
 
 __all__ = [
+    "NO_CHANGES",
+    "CacheChanges",
     "Capacity",
     "DeviceFailed",
     "Drafter",
@@ -161,6 +163,8 @@ class Specification:
     # None = off; else the log probability of each token, and this number of alternatives.
     logprobs: int | None = None
     origin: bytes = b""  # returned to the sender unchanged; has no meaning here
+    # KV is shared between requests with equal salts only.
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,16 @@ class RoundResult:
     # Free blocks of the pools after the round.
     free_target_blocks: int = 0
     free_draft_blocks: int = 0
+
+
+class CacheChanges(NamedTuple):
+    """Changes of what the prefix cache holds: names as of `laps_sd.contract.prompt_blocks`, 8 bytes each."""
+
+    added: bytes = b""
+    removed: bytes = b""
+
+
+NO_CHANGES = CacheChanges()
 
 
 class SequenceStatus(NamedTuple):
@@ -332,6 +346,18 @@ class Engine(Protocol):
 
     def known(self) -> frozenset[str]:
         """Return the ids of all requests added and not dropped, finished ones included."""
+        ...
+
+    def cached_blocks(self) -> bytes:
+        """Return the names of all prompt blocks whose KV it has, the most recently used last.
+
+        There are at most `prompt_blocks.most_cached` of the capacity. A request that begins with such blocks, all
+        of them from the first on, does not compute them. An engine may leave out some of those that it has.
+        """
+        ...
+
+    def cache_changes(self) -> CacheChanges:
+        """Return the changes of `cached_blocks` since the last call, or since the start."""
         ...
 
     def round(self, run: Sequence[str]) -> RoundResult:

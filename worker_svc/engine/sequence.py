@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from worker_svc.engine.cache.kv import BlockTable
+from worker_svc.engine.cache.prompts import ContextNames
 from worker_svc.engine.draft_lengths.acceptance import Acceptance
 from worker_svc.engine.interface import Residency, Specification
 from worker_svc.engine.length_probe.probe import Watched
@@ -36,6 +37,8 @@ class Sequence:
     acceptance: Acceptance
     # mix64(seed): the part of a row key that does not change.
     seed_key: int
+    # Names of the blocks of its context.
+    names: ContextNames
     # Host copies of (target, draft) KV; empty = not swapped out.
     swapped: list[torch.Tensor | None] = field(default_factory=list)
     finished: bool = False
@@ -47,8 +50,6 @@ class Sequence:
     restrictions: Restrictions | None = None
     # Made when a round needs it.
     tally: Tally | None = None
-    # Names of the full blocks of its context; see `blocks.name_blocks`.
-    block_names: list[bytes] = field(default_factory=list)
     # Tokens of its context found in the prefix cache; reported with its next round.
     reused: int = 0
     # None: no probe predicts its length.

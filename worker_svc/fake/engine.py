@@ -8,6 +8,7 @@ For tests and simulations of everything around an engine; hundreds fit into one 
 * The acceptance of a draft token is a function of (seed, position) too. Each request has its own mean, drawn
   from its seed, so the number accepted in a round follows a truncated geometric distribution with that mean.
 * Times are those of a cost model. They are virtual: reported, and slept only when `time_scale` is above 0.
+* The prefix cache holds names instead of KV: what it has of a context is not prefilled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import BlockAllocator
+from worker_svc.engine.cache.prompts import CachedPrompts, ContextNames
 from worker_svc.engine.interface import (
+    CacheChanges,
     Capacity,
     LengthLearner,
     OutOfBlocks,
@@ -70,15 +73,26 @@ class _Fake:
     stop_text: StopText | None
     restrictions: Restrictions | None
     output: list[int]
+    names: ContextNames
     computed: int = 0  # context tokens whose KV exists; all but the last, once prefilled
     residency: Residency = Residency.NONE
     target: list[int] = field(default_factory=list)  # block ids
     draft: list[int] = field(default_factory=list)
+    named: int = 0  # blocks at the start whose contents have a name
+    noted: int = 0  # prompt blocks at the start that are noted as cached
+    found: list[int] = field(
+        default_factory=list
+    )  # cached blocks that begin its context, while a round is planned
+    reused: int = 0  # tokens of those that it has taken, until they are reported
     finished: bool = False
 
     @property
     def tokens(self) -> int:
         return len(self.spec.prompt_ids) + len(self.output)
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.spec.prompt_ids, *self.output]
 
 
 class FakeEngine:
@@ -88,7 +102,8 @@ class FakeEngine:
     `lengths` gives the output length after which a request ends by EOS (None: never before max_tokens);
     `draft_len` is proposed every round, capped by the request and by what is left; `acceptance` and
     `concentration` are mean and concentration of the Beta distribution of the requests' means; `host_tokens`
-    is the budget of swapped-out context (None: no limit); `decode` makes stop strings work. `sleep` is called
+    is the budget of swapped-out context (None: no limit); contexts are found in the prefix cache from
+    `prefix_reuse_tokens` on (0: never); `decode` makes stop strings work. `sleep` is called
     with total_s * time_scale after each round when time_scale is above 0. `die` is called by a round that
     runs a request with `deadly_seed`, as an error in a kernel would end the process.
     """
@@ -110,6 +125,7 @@ class FakeEngine:
         lengths: Lengths | None = None,
         prefill_chunk: int = 512,
         host_tokens: int | None = None,
+        prefix_reuse_tokens: int = 0,
         costs: FakeCosts | None = None,
         time_scale: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
@@ -141,13 +157,15 @@ class FakeEngine:
         self._eos_id = eos_id
         self._prefill_chunk = prefill_chunk
         self._host_tokens = host_tokens
+        self._least_reuse = prefix_reuse_tokens
         self._costs = costs or FakeCosts()
         self._time_scale = time_scale
         self._sleep = sleep
         self._deadly_seed = deadly_seed
         self._die = die
         self._decode = decode
-        self._target = BlockAllocator(self.capacity.target_blocks)
+        self._target = BlockAllocator(self.capacity.target_blocks, together=False)
+        self._prompts = CachedPrompts(self._target, block_size)
         self._draft = BlockAllocator(self.capacity.draft_blocks)
         self._requests: dict[str, _Fake] = {}
 
@@ -169,6 +187,7 @@ class FakeEngine:
             stop_text=stop_text_of(spec, self._decode) if self._decode else None,
             restrictions=restrictions_of(spec, (self._eos_id,)),
             output=list(spec.committed_ids),
+            names=ContextNames(spec.cache_salt),
         )
 
     def drop(self, request_id: str) -> None:
@@ -209,8 +228,16 @@ class FakeEngine:
         """Return the ids of all requests that were added and not dropped."""
         return frozenset(self._requests)
 
+    def cached_blocks(self) -> bytes:
+        """Return the names of all prompt blocks whose KV it has, the most recently used last."""
+        return self._prompts.held()
+
+    def cache_changes(self) -> CacheChanges:
+        """Return the changes of `cached_blocks` since the last call."""
+        return self._prompts.changes()
+
     def check(self) -> None:
-        """Assert that every block is free or held by exactly one request."""
+        """Assert that every block is free, cached or held, and that a writable block has a single holder."""
         self._target.check(request.target for request in self._requests.values())
         self._draft.check(request.draft for request in self._requests.values())
 
@@ -238,12 +265,17 @@ class FakeEngine:
         requests = [self._requests[name] for name in run]
         if any(request.spec.sampling.seed == self._deadly_seed for request in requests):
             self._die()
-        chunks = self._chunks(requests)
-        drafts = [
-            self._draft_length(request) if chunk == 0 else 0
-            for request, chunk in zip(requests, chunks, strict=True)
-        ]
-        self._grow(requests, chunks, drafts)
+        try:
+            self._find(requests)
+            chunks = self._chunks(requests)
+            drafts = [
+                self._draft_length(request) if chunk == 0 else 0
+                for request, chunk in zip(requests, chunks, strict=True)
+            ]
+            self._grow(requests, chunks, drafts)
+        finally:
+            for request in requests:
+                request.found = []
 
         costs = self._costs
         swap_s = (
@@ -277,6 +309,31 @@ class FakeEngine:
             free_draft_blocks=self._draft.free_blocks,
         )
 
+    def _find(self, requests: Sequence[_Fake]) -> None:
+        """Look up the context of each request without KV, but for its last token."""
+        size = self.capacity.block_size
+        for request in requests:
+            if self._least_reuse and request.computed == 0:
+                names = request.names.kv_blocks(request.context, size)
+                found = self._target.find(names[: (request.tokens - 1) // size])
+                request.found = found if len(found) * size >= self._least_reuse else []
+
+    def _remember(self, request: _Fake) -> None:
+        """Add the full blocks of a request to the prefix cache."""
+        full = request.computed // self.capacity.block_size
+        if not self._least_reuse or full <= request.named:
+            return
+        context = request.context
+        names = request.names.kv_blocks(context, self.capacity.block_size)
+        for at in range(request.named, full):
+            self._target.name(request.target[at], names[at])
+        request.named = full
+        request.noted = self._prompts.note(request.names, context, request.noted, request.named)
+
+    def _known(self, request: _Fake) -> int:
+        """Return the context tokens whose KV it has, or will have found."""
+        return request.computed or len(request.found) * self.capacity.block_size
+
     def _chunks(self, requests: Sequence[_Fake]) -> list[int]:
         """Return the context tokens to prefill for each request; 0 for one whose KV covers all tokens but the
         last.
@@ -284,8 +341,9 @@ class FakeEngine:
         left = self._prefill_chunk
         chunks = []
         for request in requests:
-            missing = request.tokens - request.computed
-            chunk = min(missing, left) if missing > 1 or request.computed == 0 else 0
+            known = self._known(request)
+            missing = request.tokens - known
+            chunk = min(missing, left) if missing > 1 or known == 0 else 0
             left -= chunk
             chunks.append(chunk)
         return chunks
@@ -302,7 +360,7 @@ class FakeEngine:
         """Take the blocks that this round needs, or raise OutOfBlocks and take none."""
         wanted = []
         for request, chunk, draft_len in zip(requests, chunks, drafts, strict=True):
-            starved = request.computed == 0 and chunk == 0  # no prefill budget was left for it
+            starved = self._known(request) == 0 and chunk == 0  # no prefill budget was left for it
             needed = 0 if starved else blocks_needed(request.tokens, draft_len + 1, self.capacity.block_size)
             in_draft = needed if self.capacity.draft_blocks else 0
             wanted.append((max(0, needed - len(request.target)), max(0, in_draft - len(request.draft))))
@@ -314,15 +372,23 @@ class FakeEngine:
                 raise OutOfBlocks(
                     f"the {name} pool has {pool.free_blocks} free KV blocks and this round needs {count}"
                 )
+        for request in requests:  # before others can take these blocks
+            if request.found:
+                self._target.share(request.found)
+                request.target, request.named = request.found, len(request.found)
+                request.computed = request.reused = len(request.found) * self.capacity.block_size
         for request, (target, draft) in zip(requests, wanted, strict=True):
+            target -= len(request.found)
             request.target += self._target.extend(request.target, target)
             request.draft += self._draft.extend(request.draft, draft)
 
     def _step(self, request: _Fake, chunk: int, draft_len: int) -> RequestRound:
         position = len(request.output)
         request.computed += chunk
+        cached, request.reused = min(request.reused, len(request.spec.prompt_ids)), 0
         if request.computed < request.tokens - 1 or (chunk == 0 and request.computed == 0):
-            return RequestRound(request.spec.request_id, position, (), 0, 0, prefilled=chunk)
+            self._remember(request)
+            return RequestRound(request.spec.request_id, position, (), 0, 0, prefilled=chunk, cached=cached)
         accepted = 0
         while accepted < draft_len and self._script.accepts(
             request.digest, request.spec.sampling.seed, request.acceptance, position + accepted
@@ -339,6 +405,7 @@ class FakeEngine:
         end = cut(request.spec, position, block, (self._eos_id,), request.stop_text, request.output)
         request.output += block[: end.tokens]
         request.computed = request.tokens - 1
+        self._remember(request)
         if end.finish is not None:
             request.finished = True
             self._release(request)
@@ -351,6 +418,7 @@ class FakeEngine:
             tested_by_position=tested_by_position,
             accepted_by_position=accepted_by_position,
             prefilled=chunk,
+            cached=cached,
             finish=end.finish,
             cut_characters=end.cut_characters,
             # The token is certain: no other one could have been chosen.
@@ -369,3 +437,4 @@ class FakeEngine:
         self._target.free(request.target)
         self._draft.free(request.draft)
         request.target, request.draft, request.computed, request.residency = [], [], 0, Residency.NONE
+        request.named = request.noted = request.reused = 0

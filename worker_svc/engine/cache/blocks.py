@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
@@ -29,15 +29,20 @@ from worker_svc.engine.interface import OutOfBlocks
 _FREE, _CACHED, _OWNED = 0, 1, 2
 
 
-def name_blocks(names: list[bytes], tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Extend `names` to all full blocks of `tokens`, and return it.
+def root_of(salt: str) -> bytes:
+    """Return what the names of contexts with this salt begin with; empty without a salt."""
+    return blake2b(salt.encode(), digest_size=32, person=b"laps-sd cache").digest() if salt else b""
 
-    Name i identifies the tokens of block i and all before them. A name is a digest of 256 bits, because
-    clients choose tokens: finding two contexts with one name is infeasible.
+
+def name_blocks(names: list[bytes], tokens: Sequence[int], block_size: int, root: bytes = b"") -> list[bytes]:
+    """Extend `names` to all full blocks of `tokens`, and return it. `root`: of their salt.
+
+    Name i identifies the tokens of block i, all before them, and the salt. A name is a digest of 256 bits,
+    because clients choose tokens: finding two contexts with one name is infeasible.
     """
     for at in range(len(names), len(tokens) // block_size):
         ids = array("I", tokens[at * block_size : (at + 1) * block_size]).tobytes()
-        names.append(blake2b((names[-1] if names else b"") + ids, digest_size=32).digest())
+        names.append(blake2b((names[-1] if names else root) + ids, digest_size=32).digest())
     return names
 
 
@@ -64,6 +69,8 @@ class BlockAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()  # those without an owner, oldest first
         self._cached_at = [0] * blocks  # clock when it lost its last owner; 0: not cached
         self._clock = 0
+        self.on_forgotten: Callable[[bytes], None] | None = None
+        """Called with each name that `find` finds no more."""
 
     # -- space --------------------------------------------------------------------------------------------------------------
 
@@ -121,15 +128,19 @@ class BlockAllocator:
         """
         if self._owners[block] != 1 or block in self._names:
             raise ValueError(f"block {block} has a name already, or not one owner")
-        for same in self._by_name.get(name, [])[:1]:
-            if self._state[same] == _CACHED:  # an owned block stays in any case
-                self._forget(same)
         self._names[block] = name
-        self._by_name.setdefault(name, []).append(block)
+        same = self._by_name.setdefault(name, [])
+        same.append(block)
+        if self._state[same[0]] == _CACHED:  # an owned block stays in any case
+            self._forget(same[0])
 
     def is_named(self, block: int) -> bool:
         """Return True if the block must not be written."""
         return block in self._names
+
+    def holds(self, name: bytes) -> bool:
+        """Return True if a block has these contents."""
+        return name in self._by_name
 
     def find(self, names: Iterable[bytes]) -> list[int]:
         """Return blocks with these contents, up to the first name that no block has."""
@@ -157,7 +168,10 @@ class BlockAllocator:
         for block in list(self._cached):
             self._forget(block)
         self._names = dict.fromkeys(self._names)
-        self._by_name.clear()
+        forgotten, self._by_name = self._by_name, {}
+        if self.on_forgotten is not None:
+            for name in forgotten:
+                self.on_forgotten(name)
 
     def check(self, owners: Iterable[Iterable[int]] | None = None) -> None:
         """Assert the invariant: every block is free, cached or owned, and the counts agree with `owners`, if
@@ -202,6 +216,8 @@ class BlockAllocator:
             same.remove(block)
             if not same:
                 del self._by_name[name]
+                if self.on_forgotten is not None:
+                    self.on_forgotten(name)
         if self._state[block] == _CACHED:
             self._uncache(block)
             self._state[block] = _FREE

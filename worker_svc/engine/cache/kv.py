@@ -30,12 +30,13 @@ KV_TILE = 512  # SDPA on the CPU works through keys in tiles of this many; see a
 class BlockTable:
     """The block table of one sequence in one pool, and its number of valid entries."""
 
-    __slots__ = ("_block_size", "_rows", "base", "blocks", "found", "length", "named")
+    __slots__ = ("_block_size", "_rows", "base", "blocks", "found", "length", "named", "noted")
 
     def __init__(self, block_size: int) -> None:
         self.blocks: list[int] = []
         self.length = 0  # tokens whose entries are valid
         self.named = 0  # blocks at the start that have a name: their entries are final
+        self.noted = 0  # prompt blocks at the start that are noted as cached
         self.found: list[int] = []  # blocks that hold the start of its context: from `find` to `hold`
         self.base: int | None = 0  # first row, while the blocks follow one another; None when they do not
         self._rows: torch.Tensor | None = None
@@ -151,7 +152,7 @@ class KVPool:
         """Free the blocks of a sequence."""
         self.allocator.free(table.blocks)
         table.set_blocks([])
-        table.length = table.named = 0
+        table.length = table.named = table.noted = 0
 
     def copy_out(self, table: BlockTable) -> torch.Tensor:
         """Return an exact copy of a sequence's valid entries in host memory.

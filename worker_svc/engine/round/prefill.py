@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from worker_svc.engine.cache.blocks import name_blocks
 from worker_svc.engine.cache.kv import KVPool
+from worker_svc.engine.cache.prompts import CachedPrompts
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.sequence import Sequence
 
@@ -20,6 +20,8 @@ class Prefill:
 
     def __init__(self, options: EngineOptions, pool: KVPool) -> None:
         """`pool`: the target's."""
+        self.prompts = CachedPrompts(pool.allocator, options.block_size)
+        """What the prefix cache holds."""
         self._pool = pool
         self._usual = options.prefill_chunk
         self._block_size = options.block_size
@@ -57,16 +59,17 @@ class Prefill:
         if not self._least_reuse:
             return
         for sequence in sequences:
-            name_blocks(sequence.block_names, sequence.tokens, self._block_size)
+            names = sequence.names.kv_blocks(sequence.tokens, self._block_size)
             if sequence.kv_length == 0 and not sequence.target.blocks:
-                names = sequence.block_names[: (len(sequence.tokens) - 1) // self._block_size]
+                names = names[: (len(sequence.tokens) - 1) // self._block_size]
                 self._pool.find(sequence.target, names, self._least_reuse)
 
     def remember(self, sequence: Sequence) -> None:
         """Add the KV that is final to the prefix cache, for requests with the same context start."""
         if self._least_reuse:
-            name_blocks(sequence.block_names, sequence.tokens, self._block_size)
-            self._pool.remember(sequence.target, sequence.block_names)
+            names, table = sequence.names, sequence.target
+            self._pool.remember(table, names.kv_blocks(sequence.tokens, self._block_size))
+            table.noted = self.prompts.note(names, sequence.tokens, table.noted, table.named)
 
     def chunks(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Return the context tokens to prefill for each request: first come, first served from the budget.
@@ -81,7 +84,7 @@ class Prefill:
             known, missing = sequence.kv_length, len(sequence.tokens) - sequence.kv_length
             chunk = min(missing, left) if missing > 1 or known == 0 else 0
             if least and chunk:
-                names = sequence.block_names
+                names = sequence.names.kv
                 if not sequence.target.blocks and not sequence.swapped:
                     after = known // size
                     while after < (len(sequence.tokens) - 1) // size and names[after] in coming:

@@ -25,6 +25,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from laps_sd.contract.ends import End
 from worker_svc.engine.interface import (
+    NO_CHANGES,
+    CacheChanges,
     Capacity,
     DeviceFailed,
     OutOfBlocks,
@@ -59,8 +61,9 @@ once."""
 class VllmEngine:
     """An `interface.Engine` over an engine core; see the top of this file.
 
-    `share_prefixes`: KV of the same beginning is shared between requests; a request always finds its own
-    again. `decode` makes stop strings work, `decode_all` those of requests whose special tokens have text; `formats`: vLLM has a tokenizer for output formats. `probe` predicts
+    `share_prefixes`: KV of the same beginning is shared between requests of equal salt; a request always finds
+    its own again. `decode` makes stop strings work, `decode_all` those of requests whose special tokens have
+    text; `formats`: vLLM has a tokenizer for output formats. `probe` predicts
     output lengths by hidden states after the last layer; only where `coupling` replaces the sampler.
     """
 
@@ -137,7 +140,7 @@ class VllmEngine:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=None if self._share_prefixes else spec.request_id,
+                cache_salt=(spec.cache_salt or None) if self._share_prefixes else spec.request_id,
                 data_parallel_rank=None,
             )
         )
@@ -213,6 +216,14 @@ class VllmEngine:
         }
         pool = scheduler.kv_cache_manager.block_pool
         assert len(held) + pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
+
+    def cached_blocks(self) -> bytes:
+        """Return nothing: what vLLM's prefix cache holds is not reported."""
+        return b""
+
+    def cache_changes(self) -> CacheChanges:
+        """Return nothing: what vLLM's prefix cache holds is not reported."""
+        return NO_CHANGES
 
     def _get(self, request_id: str) -> Known:
         try:
