@@ -100,6 +100,7 @@ def hello(
             swap_per_token_s=cost.swap_per_token_s,
         ),
         held=held_requests(held.requests),
+        cached_blocks=held.cached_blocks,
         draining=draining,
         last_report=held.last_report,
         length_probe=None if probe is None else _wire_kind(probe),
@@ -149,6 +150,8 @@ def round_report(outcome: Round) -> pb.RoundReport:
         total_s=result.total_s + outcome.swap_out_s,
         free_target_blocks=result.free_target_blocks,
         free_draft_blocks=result.free_draft_blocks,
+        cached_blocks=outcome.cache.added,
+        evicted_blocks=outcome.cache.removed,
     )
 
 
@@ -261,6 +264,7 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
         format=_output_format(wire_spec.output_format),
         logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
         origin=wire_spec.origin,
+        cache_salt=wire_spec.cache_salt,
     )
 
 
@@ -342,6 +346,7 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
         ),
         logprobs=spec.logprobs,
         origin=spec.origin,
+        cache_salt=spec.cache_salt,
     )
     set_sampling(wire_spec, _wire_sampling(spec))
     return wire_spec

@@ -200,7 +200,7 @@ class HeldRequests:
         return progress
 
     def now(self) -> HeldNow:
-        """Return all held requests as a hello lists them."""
+        """Return all that a hello lists: held requests, and what is cached."""
         return HeldNow(
             tuple(
                 HeldRequest(
@@ -214,4 +214,5 @@ class HeldRequests:
                 for held in self.by_id.values()
             ),
             self._number,
+            self._engine.cached_blocks(),
         )

@@ -8,7 +8,14 @@ from typing import NamedTuple, Protocol
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
-from worker_svc.engine.interface import Capacity, RequestRound, RoundResult, Specification
+from worker_svc.engine.interface import (
+    NO_CHANGES,
+    CacheChanges,
+    Capacity,
+    RequestRound,
+    RoundResult,
+    Specification,
+)
 
 __all__ = [
     "Acknowledged",
@@ -125,6 +132,8 @@ class Round:
     """Requests of the round before that have not ended and were not in this one."""
     out_of_memory: int = 0
     """Rounds since the report before for which the device had no memory."""
+    cache: CacheChanges = NO_CHANGES
+    """Changes of the prefix cache since the report before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +158,12 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class HeldNow:
-    """All held requests, after the report `last_report` and before the next."""
+    """All that is held, after the report `last_report` and before the next."""
 
     requests: tuple[HeldRequest, ...]
     last_report: int
+    cached_blocks: bytes = b""
+    """Names of the prompt blocks in the prefix cache. The next report repeats changes that it has no report of."""
 
 
 @dataclass(frozen=True, slots=True)

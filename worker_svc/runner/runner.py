@@ -71,6 +71,7 @@ class Runner:
         self._chooser = Chooser(engine, self._requests)
         self._rounds = GuardedRounds(engine, self._requests, self._report_part)
         self._lag = engine.capacity.lag
+        self._cache_changes = engine.cache_changes
         self._probe = engine.length_probe
         self._share_s = share_s
         self._shared_requests = 0
@@ -201,6 +202,7 @@ class Runner:
             progress.swapped_in_tokens,
             preempted,
             self._rounds.take_out_of_memory(),
+            self._cache_changes(),
         )
         self._waited_s = 0.0
         self._deliver(report)

@@ -314,4 +314,5 @@ def on_wire(one: Specification) -> gateway_pb.Specification:
             ignore_eos=one.ignore_eos,
         ),
         max_draft_tokens=one.max_draft_len,
+        cache_salt=one.cache_salt,
     )

@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from laps_sd.contract.length_probe import problem_with_kind
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
 from laps_sd.errors import StartupError
 from laps_sd.service.config import load
 from tests.helpers import wait_until
 from worker_svc.engine.interface import Sampling, Specification
-from worker_svc.runner.messages import Acknowledged, Assigned, Failed, Listed, Outcome, Round, Specified
+from worker_svc.runner.messages import (
+    Acknowledged,
+    Assigned,
+    Failed,
+    HeldNow,
+    HeldRequested,
+    Listed,
+    Outcome,
+    Round,
+    Specified,
+)
 from worker_svc.runner.process import EngineLaunch, EngineProcess
 from worker_svc.settings import WorkerSettings
 
@@ -64,6 +76,27 @@ def test_rounds_come_up_and_an_acknowledged_end_leaves_nothing_held(engine: Engi
     assert not engine.holds_nothing
     engine.put(Acknowledged(len(outcomes)))
     wait_until(lambda: engine.holds_nothing, description="it is forgotten once its end is acknowledged")
+
+
+def test_what_is_cached_comes_up_too(engine: EngineProcess) -> None:
+    outcomes: list[Outcome] = []
+    engine.start(outcomes.append)
+    prompt = tuple(range(5, 5 + BLOCK_TOKENS + 1))
+    one = replace(specification(2), prompt_ids=prompt, cache_salt="acme")
+    engine.put(Specified(one, 1), Assigned((Listed("a", 1, 0, 1.0, 0.0, False, False),)), HeldRequested())
+    wait_until(
+        lambda: any(step.finish for o in outcomes if isinstance(o, Round) for _, step in o.progress),
+        description="the request has run to its end",
+    )
+    engine.put(HeldRequested())
+    wait_until(
+        lambda: sum(isinstance(o, HeldNow) for o in outcomes) == 2, description="what is held is answered"
+    )
+    before, after = (o.cached_blocks for o in outcomes if isinstance(o, HeldNow))
+
+    assert before == b""
+    assert b"".join(o.cache.added for o in outcomes if isinstance(o, Round)) == after
+    assert after == name_blocks(prompt, "acme")
 
 
 def test_the_parent_knows_the_kind_of_the_engines_probe(engine: EngineProcess) -> None:

@@ -11,6 +11,7 @@ import uvloop
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
+from laps_sd.contract.prompt_blocks import NAME_BYTES, name_blocks
 from laps_sd.errors import StartupError
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -580,3 +581,61 @@ async def test_what_the_probe_has_learnt_goes_to_the_scheduler(monkeypatch: pyte
 async def test_a_worker_without_a_probe_says_nothing_of_one() -> None:
     async with scheduler() as s, worker(s.address):
         assert not (await s.accept()).hello.HasField("length_probe")
+
+
+def cached_after(reports: Sequence[pb.RoundReport], before: bytes = b"") -> set[bytes]:
+    """Return the prompt blocks that a cache holds, by what its worker has said of it."""
+    cached = {*names_in(before)}
+    for report in reports:
+        cached = (cached | {*names_in(report.cached_blocks)}) - {*names_in(report.evicted_blocks)}
+    return cached
+
+
+def names_in(names: bytes) -> list[bytes]:
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+
+async def test_what_is_cached_is_said_with_the_rounds_and_whole_in_a_hello() -> None:
+    """In little room, so that blocks come and go. A new scheduler learns the same from a hello and the reports that
+    are offered again."""
+    engine = FakeEngine(slots=1, target_blocks=40, prefix_reuse_tokens=16)
+    requests = [
+        replace(spec(name, prompt=300, max_tokens=30), cache_salt=salt)
+        for name, salt in (("a", ""), ("z", "acme"), ("zz", ""))
+    ]
+    async with scheduler() as s, worker(s.address, engine=engine):
+        first = await s.greet()
+        for one in requests:
+            await first.lease(one)
+            await first.assign(one.request_id)
+            await first.until_ended(one.request_id)
+        first.close.set()
+        second = await s.greet()
+        await second.until(*rounds(len(first.reports)))
+
+    last = requests[-1]
+    context = [*last.prompt_ids, *engine.expected(last)[0]]
+    assert first.hello.cached_blocks == b""
+    assert any(report.evicted_blocks for report in first.reports)
+    held = {*names_in(engine.cached_blocks())}
+    assert held >= {*names_in(name_blocks(context[:-1], last.cache_salt))}
+    assert cached_after(first.reports) == held
+    assert second.hello.cached_blocks == engine.cached_blocks()
+    assert second.reports == first.reports
+    assert cached_after(second.reports, second.hello.cached_blocks) == held
+
+
+async def test_a_salt_reaches_the_engine_and_comes_back() -> None:
+    engine = FakeEngine(slots=1, prefix_reuse_tokens=16)
+    one = replace(spec("a", prompt=70), cache_salt="acme")
+    async with scheduler() as s, worker(s.address, engine=engine):
+        stream = await s.greet()
+        await stream.lease(one)
+        await stream.assign("a")
+        await stream.until_ended("a")
+        assert names_in(name_blocks(one.prompt_ids, "acme")) == names_in(stream.reports[0].cached_blocks)
+        stream.close.set()
+        [held] = (await s.greet()).hello.held
+
+    assert held.specification.cache_salt == "acme"
+    assert specification(held.specification).cache_salt == "acme"
