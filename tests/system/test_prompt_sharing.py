@@ -1,4 +1,4 @@
-"""What is computed for the prompt of one tenant, and whether another tenant's request finds it."""
+"""A tenant finds what was computed for its own prompts, and for others where the gateway allows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = "The harbour master wrote every ship, its captain and its cargo into th
 
 
 def found(stack: LocalStack, tenant: str, prompt: str) -> int:
-    """Return how many tokens of a prompt did not need to be computed, as its usage says."""
+    """Return the cached prompt tokens in the usage of a request."""
     with openai.OpenAI(
         base_url=stack.http_url,
         api_key="none",

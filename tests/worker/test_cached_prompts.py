@@ -37,7 +37,7 @@ def spec(name: str, prompt: tuple[int, ...], **changes: Any) -> Specification:
 
 
 class Replica:
-    """What a scheduler knows of a cache: the changes, one after another."""
+    """A copy of what a cache holds that follows the changes."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

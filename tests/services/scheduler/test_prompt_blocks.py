@@ -1,4 +1,4 @@
-"""What is computed, and where: names of prompt blocks from gateways and workers, over the real links."""
+"""A scheduler learns over the real links which prompt blocks requests begin with and workers hold."""
 
 from __future__ import annotations
 

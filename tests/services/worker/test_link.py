@@ -584,7 +584,7 @@ async def test_a_worker_without_a_probe_says_nothing_of_one() -> None:
 
 
 def cached_after(reports: Sequence[pb.RoundReport], before: bytes = b"") -> set[bytes]:
-    """Return the prompt blocks that a cache holds, by what its worker has said of it."""
+    """Return the prompt blocks that a cache holds, by the reports of its worker."""
     cached = {*names_in(before)}
     for report in reports:
         cached = (cached | {*names_in(report.cached_blocks)}) - {*names_in(report.evicted_blocks)}
@@ -595,7 +595,7 @@ def names_in(names: bytes) -> list[bytes]:
     return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
 
 
-async def test_what_is_cached_is_said_with_the_rounds_and_whole_in_a_hello() -> None:
+async def test_what_is_cached_comes_with_the_rounds_and_whole_in_a_hello() -> None:
     """In little room, so that blocks come and go. A new scheduler learns the same from a hello and the reports that
     are offered again."""
     engine = FakeEngine(slots=1, target_blocks=40, prefix_reuse_tokens=16)
