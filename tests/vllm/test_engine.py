@@ -344,6 +344,15 @@ def test_a_request_finds_its_own_kv_again_and_that_of_others_if_allowed(make: Ma
     assert (report.cached, report.prefilled) == (64, 71 - 64)
 
 
+def test_kv_is_not_found_under_another_salt(make: Make) -> None:
+    engine = make(share_prefixes=True)
+    prompt = tuple(range(10, 80))
+    for name, salt in (("a", "acme"), ("b", "other"), ("c", "acme")):
+        engine.add(spec(name, prompt_ids=prompt, cache_salt=salt))
+
+    assert [engine.round([name]).requests[0].cached for name in "abc"] == [0, 0, 64]
+
+
 @pytest.mark.parametrize("room", [{"blocks": 14}, {"residents": 5}], ids=["few blocks", "few places"])
 def test_the_runner_serves_with_little_room_and_changing_ranks(
     make: Make, expected: Texts, room: dict[str, int]
