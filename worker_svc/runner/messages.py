@@ -163,7 +163,7 @@ class HeldNow:
     requests: tuple[HeldRequest, ...]
     last_report: int
     cached_blocks: bytes = b""
-    """Names of the prompt blocks in the prefix cache. The next report repeats changes that it has no report of."""
+    """Names of the prompt blocks in the prefix cache. The next report may add some of them again."""
 
 
 @dataclass(frozen=True, slots=True)
