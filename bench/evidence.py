@@ -20,6 +20,7 @@ from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
 from bench._evidence.head import head
+from bench._evidence.placement import placed
 from bench._evidence.results import Results, newest, source_of
 from bench._evidence.scope import data, limits, paper
 from bench._evidence.services import carried, deciding, policy_rows, served
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
 FIGURES = ROOT / "docs" / "figures"
 MEASURED = {
+    "placement": placed,
     "serve": served,
     "control": deciding,
     "engine": engine,

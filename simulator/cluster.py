@@ -18,6 +18,7 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.merged_rounds import MergedRounds
+from scheduler_svc.core.placement.routing import Router
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -56,8 +57,11 @@ class Cluster:
         check: bool = False,
         on_progress: Callable[[int], None] | None = None,
         slowness: Sequence[float] = (),
+        router: Router | None = None,
     ) -> None:
-        """`slowness`: how many times as long as on `machine` everything takes on each of the first workers.
+        """`router`: chooses workers; None: the one of production.
+
+        `slowness`: how many times as long as on `machine` everything takes on each of the first workers.
 
         `heard_per_s`: reports that the core receives in a second. The others wait, as those of a large shard do,
         while their tokens count at once. None: the core receives each report when it is there.
@@ -66,7 +70,7 @@ class Cluster:
         self._by_id = {job.request_id: job for job in jobs}
         if len(self._by_id) != len(jobs):
             raise ValueError("two jobs have the same request id")
-        self.scheduler = Scheduler(make_policy(self._by_id, settings), settings, priors or Priors())
+        self.scheduler = Scheduler(make_policy(self._by_id, settings), settings, priors or Priors(), router)
         self._rounds = None if heard_per_s is None else MergedRounds(heard_per_s)
         self._leases: dict[str, Lease] = {}
         self._machine = machine
@@ -91,9 +95,11 @@ class Cluster:
             self._at(0.0, WorkerUp(machine.facts(f"w{number}"), ()))
         for number, times in enumerate(slowness):
             self._slower[f"w{number}"] = machine.slower(times)
-        in_order = sorted(jobs, key=lambda job: job.arrival_s)
-        for sequence, job in enumerate(in_order, start=1):
-            self._at(job.arrival_s, Arrived(job.facts(sequence)))
+        self._arrived = 0
+        self._next_turns: dict[str, Job] = {job.after: job for job in jobs if job.after}
+        for job in sorted(jobs, key=lambda job: job.arrival_s):
+            if not job.after:
+                self._arrives(job.arrival_s, job)
 
     def run(self) -> Outcome:
         """Run until every job has ended. RuntimeError if a job cannot end."""
@@ -115,6 +121,7 @@ class Cluster:
                 self._step(now_s, events)
         if self._ended < len(self._fates):
             raise RuntimeError(f"{len(self._fates) - self._ended} jobs did not end: they fit no worker")
+        outcome.found_tokens = sum(worker.found_tokens for worker in self._workers.values())
         outcome.digest = self._hash.hexdigest() if self._hash else ""
         return outcome
 
@@ -139,6 +146,14 @@ class Cluster:
     def _at(self, when_s: float, what: _Happening) -> None:
         self._tickets += 1
         heapq.heappush(self._heap, (when_s, self._tickets, what))
+
+    def _arrives(self, when_s: float, job: Job) -> None:
+        def arrive(now_s: float) -> Sequence[Event]:
+            self._arrived += 1
+            self._fates[job.request_id].arrival_s = now_s
+            return (Arrived(job.facts(self._arrived, now_s)),)
+
+        self._at(when_s, arrive)
 
     def _step(self, now_s: float, events: list[Event]) -> None:
         outcome, scheduler = self._outcome, self.scheduler
@@ -258,6 +273,9 @@ class Cluster:
             fate.preemptions = command.standing.preemptions
             self._ended += 1
             self._outcome.end_s = now_s
+            following = self._next_turns.get(request_id)
+            if following is not None:
+                self._arrives(now_s + following.arrival_s, following)
             if self._on_progress is not None:
                 self._on_progress(self._ended)
 
@@ -300,6 +318,8 @@ class Cluster:
         for progress in report.progress:
             self._fates[progress.request_id].running_s += total_s
         message_s = self._machine.message_s
+        if done.cache is not None:
+            self._at(now_s + total_s + message_s, done.cache)
         self._at(now_s + total_s + message_s, report)
         if message_s:
             self._at(now_s + total_s, worker)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from simulator.conversations import strung_together
 from simulator.jobs import Job
 from simulator.lengths import RecordedAnswer
 from simulator.machine import Machine
@@ -68,9 +69,12 @@ class _Draw:
             self._job(f"r{number:06d}", kind, None if traced is None else traced[number])
             for number, kind in enumerate(kinds)
         ]
+        if workload.conversations is not None:
+            drawn = strung_together(drawn, workload.conversations, self._others, self._length)
         times = self._times(drawn, None if traced is None else [row.arrival_s for row in traced])
         return [
-            dataclasses.replace(job, arrival_s=arrival_s) for job, arrival_s in zip(drawn, times, strict=True)
+            job if job.after else dataclasses.replace(job, arrival_s=arrival_s)
+            for job, arrival_s in zip(drawn, times, strict=True)
         ]
 
     def history(self) -> list[Job]:
@@ -117,6 +121,7 @@ class _Draw:
             tenant=tenant,
             uncut_last=uncut_last,
             length_features=features,
+            blocks=b"" if traced is None else traced.blocks,
         )
 
     def _tenant(self, kind: Kind) -> tuple[str, Predictor]:
@@ -254,7 +259,7 @@ class _Draw:
             return [0.0] * len(jobs)
         if arrivals.process == "trace" and not arrivals.load:
             assert traced_s is not None
-            return [time_s - traced_s[0] for time_s in traced_s]
+            return [(time_s - traced_s[0]) / arrivals.speed for time_s in traced_s]
         mean_s = statistics.fmean(self.machine.service_s(job) for job in jobs)
         gap_s = mean_s / (arrivals.load * self.workers)
         match arrivals.process:

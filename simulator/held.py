@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laps_sd.contract.acceptance import by_position
@@ -26,13 +27,36 @@ class HeldRequest:
     emitted: int
     residency: Residency = Residency.NONE
     blocks: int = 0
+    """KV blocks that it holds, shared ones included."""
+    names: Sequence[int] = ()
+    """Names of the blocks of its context that are known, as numbers."""
+    named: int = 0
+    """How many of these are in the prefix cache and in use by it."""
+    found_tokens: int = 0
+    """Context tokens that the prefix cache had when it was taken up, until a report has them."""
     missing: int = 0
     """Context tokens that are still to be computed."""
     ended: bool = False
 
     def prefilled(self, computed: int) -> Progress:
         """Return the progress of a round in which only a part of the context was computed."""
-        return Progress(self.job.request_id, self.lease_epoch, self.emitted, (), 0, 0, computed, None, 0, "")
+        return Progress(
+            self.job.request_id,
+            self.lease_epoch,
+            self.emitted,
+            (),
+            0,
+            0,
+            computed,
+            None,
+            0,
+            "",
+            cached=self._found(),
+        )
+
+    def _found(self) -> int:
+        found, self.found_tokens = self.found_tokens, 0
+        return min(found, self.job.prompt_tokens)
 
     def decoded(self, computed: int, draft_len: int) -> Progress:
         """Advance by one round of drafting and verification, and return the progress."""
@@ -58,4 +82,5 @@ class HeldRequest:
             0,
             "",
             *by_position(accepted, drafted),
+            cached=self._found(),
         )

@@ -15,9 +15,10 @@ class Fate:
     """Result of one job."""
 
     job: Job
+    arrival_s: float = 0.0
+    """Time on the simulation's clock, as are the next two."""
     first_token_s: float = 0.0
     finished_s: float = 0.0
-    """Time on the simulation's clock."""
     running_s: float = 0.0
     """Time in the rounds of this request."""
     preemptions: int = 0
@@ -28,7 +29,7 @@ class Fate:
     @property
     def latency_s(self) -> float:
         """Return the time from arrival to end."""
-        return self.finished_s - self.job.arrival_s
+        return self.finished_s - self.arrival_s
 
     @property
     def waited_s(self) -> float:
@@ -46,6 +47,8 @@ class Outcome:
     end_s: float = 0.0
     swapped_tokens: int = 0
     prefilled_tokens: int = 0
+    found_tokens: int = 0
+    """Prompt tokens that were found in prefix caches, and not computed."""
     steps: int = 0
     level_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Machine seconds by the level of the requests when their round was reported; the total is `busy_s`."""

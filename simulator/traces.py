@@ -4,7 +4,8 @@ decompressed.
 The first line identifies the format:
   * CSV with a header that contains `arrival_s`, `input_tokens` and `output_tokens` (Azure's trace in this
     form, or any other).
-  * Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`. Its clock ticks about every 3 s,
+  * Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`, and `hash_ids` for the blocks of a
+    prompt. Its clock ticks about every 3 s,
     which would turn single arrivals into bursts; requests of one tick are spread evenly over the time to the
     next.
   * Acceptance per step, JSON lines: `run`, `task`, `category`, `accept` (tokens of each round, the bonus
@@ -17,11 +18,14 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
+
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class TracedRequest:
     arrival_s: float
     input_tokens: int
     output_tokens: int
+    blocks: bytes = b""
+    """Names of the blocks of the prompt, as `laps_sd.contract.prompt_blocks` packs them; empty: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,10 @@ class RecordedAcceptance:
     category: str
     paces: tuple[int, ...]
     """Tokens per round; a round without tokens, which some harnesses log at the end, is left out."""
+
+
+MOONCAKE_BLOCK = 512
+"""Tokens that each id of Mooncake's `hash_ids` stands for."""
 
 
 class TraceError(ValueError):
@@ -110,8 +120,8 @@ def _read_csv(path: Path) -> list[TracedRequest]:
             raise TraceError(f"{path}, line {number}: arrival_s is no number") from error
         if not 0 <= arrival_s < float("inf"):
             raise TraceError(f"{path}, line {number}: arrival_s must not be negative or infinite")
-        lengths = (_whole(path, number, row[name], name) for name in wanted[1:])
-        found.append(TracedRequest(arrival_s, *lengths))
+        tokens, output = (_whole(path, number, row[name], name) for name in wanted[1:])
+        found.append(TracedRequest(arrival_s, tokens, output))
     return found
 
 
@@ -121,16 +131,24 @@ def _read_mooncake(path: Path) -> list[TracedRequest]:
         for name in ("timestamp", "input_length", "output_length"):
             if name not in row:
                 raise TraceError(f"{path}, line {number}: {name!r} is missing")
-        lengths = (_whole(path, number, row[name], name) for name in ("input_length", "output_length"))
-        found.append(TracedRequest(float(row["timestamp"]) / 1000, *lengths))
+        tokens, output = (_whole(path, number, row[name], name) for name in ("input_length", "output_length"))
+        blocks = _names_of(row.get("hash_ids") or (), tokens)
+        found.append(TracedRequest(float(row["timestamp"]) / 1000, tokens, output, blocks))
     ticks = [list(tick) for _, tick in groupby(found, key=lambda row: row.arrival_s)]
     gaps = [after[0].arrival_s - tick[0].arrival_s for tick, after in pairwise(ticks)]
     gaps.append(gaps[-1] if gaps else 0.0)
     return [
-        TracedRequest(row.arrival_s + gap_s * place / len(tick), row.input_tokens, row.output_tokens)
+        replace(row, arrival_s=row.arrival_s + gap_s * place / len(tick))
         for tick, gap_s in zip(ticks, gaps, strict=True)
         for place, row in enumerate(tick)
     ]
+
+
+def _names_of(ids: Sequence[int], tokens: int) -> bytes:
+    """Return names for the blocks of a prompt; each of Mooncake's ids stands for 512 tokens and those before them."""
+    parts = MOONCAKE_BLOCK // BLOCK_TOKENS
+    names = array("Q", [number * parts + part for number in ids for part in range(parts)])
+    return names[: tokens // BLOCK_TOKENS].tobytes()
 
 
 def read_acceptance(path: Path) -> list[RecordedAcceptance]:

@@ -13,15 +13,18 @@ Invariants
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, WorkerState, choose
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
 from scheduler_svc.core.commands import AssignEntry
-from scheduler_svc.core.events import Held, ResidencyChange, RoundReported, WorkerFacts
+from scheduler_svc.core.events import CacheChanged, Held, ResidencyChange, RoundReported, WorkerFacts
 from simulator.held import HeldRequest
 from simulator.jobs import Job
 from simulator.machine import Machine
+from simulator.prefix_cache import PrefixCache
 
 
 class Specification(NamedTuple):
@@ -41,6 +44,8 @@ class Round(NamedTuple):
     prefilled_tokens: int
     swapped_tokens: int
     """Context tokens moved between device and host, both ways."""
+    cache: CacheChanged | None = None
+    """Blocks of prompts that came into its prefix cache and left it."""
 
 
 class VirtualWorker:
@@ -59,9 +64,20 @@ class VirtualWorker:
         """Seconds in rounds so far, the current round included."""
         self.rounds = 0
         self.evictions = 0
-        self.free_blocks = facts.target_blocks
+        self.cache = PrefixCache()
+        self.found_tokens = 0
+        """Prompt tokens that the prefix cache had, in all."""
+        self._name_blocks = BLOCK_TOKENS // facts.block_size
+        """KV blocks in a block of a prompt."""
+        self._private_blocks = 0
+        """KV blocks that are not in the prefix cache."""
         self._latched = False
         self._reserve_clock = NEW_CLOCK
+
+    @property
+    def free_blocks(self) -> int:
+        """Return the KV blocks that a request could get: what no request uses, the idle part of the prefix cache included."""
+        return self.facts.target_blocks - self._private_blocks - self._name_blocks * len(self.cache.used)
 
     def assign(
         self, entries: tuple[AssignEntry, ...], specification: Callable[[str], Specification | None]
@@ -80,16 +96,16 @@ class VirtualWorker:
             if found is None:
                 continue
             if held is not None:
-                self._resize(held, 0)
+                self._release(held)
             self.held[entry.request_id] = HeldRequest(
-                found.job, entry.lease_epoch, found.rounds, found.emitted
+                found.job, entry.lease_epoch, found.rounds, found.emitted, names=numbers_of(found.job.blocks)
             )
 
     def drop(self, request_id: str, lease_epoch: int) -> None:
         """Forget a request, unless it has been leased here again since."""
         held = self.held.get(request_id)
         if held is not None and held.lease_epoch <= lease_epoch:
-            self._resize(held, 0)
+            self._release(held)
             del self.held[request_id]
 
     def acknowledge(self, report: RoundReported) -> None:
@@ -121,7 +137,7 @@ class VirtualWorker:
             held = self.held[request_id]
             tokens = held.job.prompt_tokens + held.emitted
             if held.residency is Residency.NONE:
-                held.missing = tokens
+                held.missing = tokens - self._find(held, tokens)
             elif held.residency is Residency.HOST:
                 swapped += tokens
             held.residency = Residency.DEVICE
@@ -130,6 +146,7 @@ class VirtualWorker:
             budget -= computed
             prefilled += computed
             self._grow(held, tokens)
+            self._name(held, tokens - held.missing)
             if held.missing:
                 progress.append(held.prefilled(computed))
                 continue
@@ -139,9 +156,11 @@ class VirtualWorker:
             context += tokens
             verified += decoded.drafted + 1
             if held.ended:
-                self._resize(held, 0)
+                self._name(held, tokens + len(decoded.tokens))
+                self._release(held)
         if self.free_blocks < 0:
             raise RuntimeError(f"{self.facts.worker_id} holds more KV than it has")
+        self._evict_idle()
         decode_s = machine.decode_s(decoding, context, verified)
         prefill_s = machine.prefill_token_s * prefilled
         swap_s = machine.swap_token_s * swapped
@@ -161,7 +180,7 @@ class VirtualWorker:
             free_target_blocks=self.free_blocks,
             free_draft_blocks=self.free_blocks if self.facts.draft_blocks else 0,
         )
-        return Round(report, prefilled, swapped)
+        return Round(report, prefilled, swapped, self._cache_changes())
 
     def _choose(self) -> Choice:
         facts, ran = self.facts, self.ran
@@ -209,7 +228,7 @@ class VirtualWorker:
         residency = Residency.HOST if self.machine.host_memory else Residency.NONE
         for request_id in request_ids:
             held = self.held[request_id]
-            self._resize(held, 0)
+            self._release(held)
             held.residency = residency
             if residency is Residency.HOST:
                 moved += held.job.prompt_tokens + held.emitted
@@ -217,12 +236,47 @@ class VirtualWorker:
         self.evictions += len(changes)
         return tuple(changes), moved
 
+    def _find(self, held: HeldRequest, tokens: int) -> int:
+        """Use what the prefix cache has of a context; return its tokens. The last token is computed in any case."""
+        if not held.names:
+            return 0
+        held.named = self.cache.find(held.names, (tokens - 1) // BLOCK_TOKENS)
+        self.cache.use(held.names[: held.named])
+        held.blocks = held.named * self._name_blocks
+        held.found_tokens = held.named * BLOCK_TOKENS
+        self.found_tokens += held.found_tokens
+        return held.found_tokens
+
+    def _name(self, held: HeldRequest, computed: int) -> None:
+        """Move the full blocks of the first `computed` tokens to the prefix cache."""
+        named = min(computed // BLOCK_TOKENS, len(held.names))
+        if named > held.named:
+            self.cache.use(held.names[held.named : named])
+            self._private_blocks -= (named - held.named) * self._name_blocks
+            held.named = named
+
     def _grow(self, held: HeldRequest, tokens: int) -> None:
         """Reserve blocks for its context and the tokens that a round may add."""
         needed = -(-(tokens + self.facts.max_draft_len) // self.facts.block_size)
         if needed > held.blocks:
-            self._resize(held, needed)
+            self._private_blocks += needed - held.blocks
+            held.blocks = needed
 
-    def _resize(self, held: HeldRequest, blocks: int) -> None:
-        self.free_blocks += held.blocks - blocks
-        held.blocks = blocks
+    def _release(self, held: HeldRequest) -> None:
+        """Free the blocks of a request; what is named stays in the prefix cache until its space is needed."""
+        self._private_blocks -= held.blocks - held.named * self._name_blocks
+        held.blocks = 0
+        if held.named:
+            self.cache.leave(held.names[: held.named])
+            held.named = 0
+
+    def _evict_idle(self) -> None:
+        over = len(self.cache.idle) * self._name_blocks - self.free_blocks
+        if over > 0:
+            self.cache.evict(-(-over // self._name_blocks))
+
+    def _cache_changes(self) -> CacheChanged | None:
+        added, removed = self.cache.changes()
+        if not (added or removed):
+            return None
+        return CacheChanged(self.facts.worker_id, array("Q", added).tobytes(), array("Q", removed).tobytes())

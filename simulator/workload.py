@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +109,27 @@ class Arrivals:
 
     process: str = "poisson"
     load: float = 0.8
+    speed: float = 1.0
+    """Where `load` is 0: so many times as fast as recorded."""
     cv: float = 1.0
     file: str = ""
     every: int = 1
     """Sampling of a trace: one of `every` requests, a smaller service with the same course of the day."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """Conversations of several turns. The prompt of a kind of requests is then the message of a turn."""
+
+    turns: float = 1.0
+    """Mean number of turns; geometric."""
+    think_s: float = 10.0
+    """Mean time between the end of a turn and the next one; exponential."""
+    kinds: int = 0
+    """Sets of instructions that conversations begin with; each conversation has one of them."""
+    instructions: Lengths = Lengths(kind="constant")
+    document: Lengths = Lengths(kind="constant")
+    """What the first message of a conversation has besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +143,9 @@ class Workload:
     tenants: tuple[Tenants, ...] = ()
     """Groups of tenants; empty: one tenant without a name and with the predictions of `predictor`."""
     arrivals: Arrivals = Arrivals()
+    conversations: Conversations | None = None
+    """None: each request stands alone. Otherwise arrivals are those of conversations, and a turn arrives after the one
+    before has ended."""
     learned: int = 0
     """Requests of the same kinds that the core has learned from before the first arrival."""
     classes: bool = True
@@ -149,6 +170,8 @@ def described(cls: Callable[..., Described], table: Mapping[str, Any], where: st
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, UnionType):  # one that may be left out
+        hint = get_args(hint)[0]
     if dataclasses.is_dataclass(hint):
         return described(hint, value, where)  # type: ignore[arg-type]
     if getattr(hint, "__origin__", None) is tuple:

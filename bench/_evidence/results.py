@@ -38,6 +38,10 @@ class Results:
         """Return the row of the policy in the regime, if it ran."""
         return self._rows.get((regime, policy))
 
+    def rows_of(self, regime: str) -> list[Row]:
+        """Return the rows of all policies that ran in the regime."""
+        return [row for (of, _), row in self._rows.items() if of == regime]
+
     def ours(self, regime: str) -> Row:
         """Return the row of `laps-sd`."""
         found: Row = self._rows[regime, OURS]

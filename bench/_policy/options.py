@@ -7,10 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench._policy.regime import REGIMES, RIVALS, Regime, read_regime, settings_of
+from bench._policy.regime import REGIMES, RIVALS, Regime, read_regime, router_of, settings_of
 from bench._simulations import add_arguments
 from scheduler_svc.core.policies import POLICIES
+from simulator.routers import ROUTERS
 from simulator.workload import AcceptanceModel, Arrivals, Predictor
+
+CACHES = "cache-"
+"""Beginning of the names of regimes that compare placements, which `--regime caches` runs and `all` does not."""
 
 
 def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -24,13 +28,15 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument(
         "--regime",
         action="append",
-        help=f"a regime, a file of one, or all (default chat); there are: {names}",
+        help=f"a regime, a file of one, all (but those of caches) or caches (default chat); there are: {names}",
     )
     parser.add_argument(
         "--policy",
         action="append",
         help="only these, as NAME or NAME:setting=value,… (default: what the regime names); heard_per_s=0.01 lets the "
-        "core receive up to four rounds of a worker together; there are: "
+        "core receive up to four rounds of a worker together, router=NAME places requests in another way ("
+        + ", ".join(ROUTERS)
+        + "); there are: "
         + ", ".join([*sorted(POLICIES), "oracle"]),
     )
     add_arguments(parser)
@@ -84,6 +90,7 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
             )
         try:
             settings_of(spec, {})
+            router_of(spec)
         except ValueError as error:
             parser.error(f"--policy {error}")
     try:
@@ -125,7 +132,9 @@ def regimes_of(options: argparse.Namespace) -> list[Regime]:
     """Return the requested regimes, as changed by the options. A changed regime has no expectations."""
     wanted = options.regime or ["chat"]
     if wanted == ["all"]:
-        paths = sorted(REGIMES.glob("*.toml"))
+        paths = sorted(path for path in REGIMES.glob("*.toml") if not path.name.startswith(CACHES))
+    elif wanted == ["caches"]:
+        paths = sorted(REGIMES.glob(f"{CACHES}*.toml"))
     else:
         paths = [
             path if (path := Path(name)).suffix == ".toml" else REGIMES / f"{name}.toml" for name in wanted

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scheduler_svc.core.placement.routing import Router
 from scheduler_svc.core.policies import Policy, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
+from simulator.routers import ROUTERS
 from simulator.workload import Workload, described
 
 REGIMES = Path(__file__).parents[1] / "regimes"
@@ -97,6 +99,8 @@ def make_policy(spec: str, jobs: Mapping[str, Job], machine: Machine, settings: 
 HEARD_PER_S = "heard_per_s"
 """What a policy's settings may name beside those of the core: reports that the core receives in a second; the rest wait
 and are merged (`scheduler_svc/core/merged_rounds.py`)."""
+ROUTER = "router"
+"""Likewise: what chooses the worker of a request, one of `simulator.routers.ROUTERS`."""
 
 
 def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
@@ -105,6 +109,7 @@ def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
     """
     own = _own_settings(spec)
     own.pop(HEARD_PER_S, None)
+    own.pop(ROUTER, None)
     return described(CoreSettings, {**common, **own}, spec)
 
 
@@ -114,10 +119,23 @@ def heard_per_s_of(spec: str) -> float | None:
     return None if found is None else float(found)
 
 
+def router_of(spec: str) -> Router | None:
+    """Return what chooses the workers; None: what does in production."""
+    name = _own_settings(spec).get(ROUTER)
+    if name is None:
+        return None
+    if name not in ROUTERS:
+        raise ValueError(f"{spec}: there is no router {name!r}; there are: {', '.join(ROUTERS)}")
+    return ROUTERS[name]()
+
+
 def _own_settings(spec: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for part in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = part.partition("=")
+        if key == ROUTER:
+            own[key] = value
+            continue
         try:
             own[key] = tomllib.loads(f"value = {value}")["value"]
         except ValueError:

@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bench._policy.regime import Regime, heard_per_s_of, make_policy, settings_of
+from bench._policy.regime import Regime, heard_per_s_of, make_policy, router_of, settings_of
 from bench._simulations import run_all
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
 from scheduler_svc.core.estimates.priors import Priors
@@ -24,6 +25,7 @@ from simulator.draw import draw
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.outcome import Outcome
+from simulator.prefix_cache import PrefixCache
 from simulator.workload import Workload
 
 DISTRIBUTION_POINTS = 200
@@ -54,8 +56,13 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
         priors=taught(history),
         heard_per_s=heard_per_s_of(spec),
         slowness=regime.slowness[: regime.workers],
+        router=router_of(spec),
     ).run()
-    return {**figures(outcome, machine, regime.workers), "cpu_s": time.process_time() - began_s}
+    return {
+        **figures(outcome, machine, regime.workers),
+        **cache_figures(outcome, regime),
+        "cpu_s": time.process_time() - began_s,
+    }
 
 
 def taught(history: Sequence[Job]) -> Priors:
@@ -85,7 +92,7 @@ def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
         "p99_s": quantile(latencies, 0.99),
         "mean_slowdown": statistics.fmean(fate.latency_s / machine.alone_s(fate.job) for fate in fates),
         "longest_wait_s": max(fate.waited_s for fate in fates),
-        "first_token_s": statistics.fmean(fate.first_token_s - fate.job.arrival_s for fate in fates),
+        "first_token_s": statistics.fmean(fate.first_token_s - fate.arrival_s for fate in fates),
         "preemptions": statistics.fmean(fate.preemptions for fate in fates),
         "evictions": statistics.fmean(fate.evictions for fate in fates),
         "utilisation": outcome.busy_s / outcome.end_s / workers,
@@ -109,6 +116,35 @@ def figures(outcome: Outcome, machine: Machine, workers: int) -> dict[str, Any]:
             quantile(latencies, (point + 0.5) / DISTRIBUTION_POINTS) for point in range(DISTRIBUTION_POINTS)
         ],
     }
+
+
+def cache_figures(outcome: Outcome, regime: Regime) -> dict[str, float]:
+    """Return what share of the prompt tokens was found in prefix caches, and what share one worker with the memory of
+    all would have found; nothing if no prompt has names of blocks.
+    """
+    jobs = [fate.job for fate in sorted(outcome.fates, key=lambda fate: fate.arrival_s)]
+    if not any(job.blocks for job in jobs):
+        return {}
+    blocks = None
+    if regime.machine.kv_tokens is not None:
+        blocks = regime.workers * regime.machine.kv_tokens // BLOCK_TOKENS
+    total = sum(job.prompt_tokens for job in jobs)
+    return {"hit_share": outcome.found_tokens / total, "shared_hit_share": found_by_one(jobs, blocks) / total}
+
+
+def found_by_one(jobs: Sequence[Job], most_blocks: int | None) -> int:
+    """Return the prompt tokens that one cache of so many blocks would have if the requests came one after another."""
+    cache = PrefixCache()
+    found = 0
+    for job in jobs:
+        names = numbers_of(job.blocks)
+        here = cache.find(names, (job.prompt_tokens - 1) // BLOCK_TOKENS)
+        found += here * BLOCK_TOKENS
+        cache.use(names)
+        cache.leave(names)
+        if most_blocks is not None and len(cache.idle) > most_blocks:
+            cache.evict(len(cache.idle) - most_blocks)
+    return found
 
 
 def tenant_means(outcome: Outcome) -> dict[str, float]:

@@ -33,6 +33,8 @@ class RequestFacts:
     """Hashed words of the prompt, as `laps_sd.contract.length_features` packs them; empty: none."""
     prompt_blocks: bytes = b""
     """Names of the blocks that the prompt starts with (`laps_sd.contract.prompt_blocks`); empty: none."""
+    conversation: bytes = b""
+    """Identifies the conversation of which this is a turn; empty: none is known."""
 
     @property
     def guessed_tokens(self) -> float | None:
@@ -172,6 +174,8 @@ class Progress:
     predicted_remaining_tokens: Final[float | None]
     merged: Final[Merged | None]
     """Counts of several rounds; None for one."""
+    cached: Final[int]
+    """Prompt tokens that the worker found in its prefix cache when it took the request up; 0 in later rounds."""
     recorded: bool
     """Whether the caller has written the tokens to the record, or is writing them: no `Commit` answers them.
     Never with an end.
@@ -194,6 +198,7 @@ class Progress:
         predicted_remaining_tokens: float | None = None,
         merged: Merged | None = None,
         recorded: bool = False,
+        cached: int = 0,
     ) -> None:
         self.request_id = request_id
         self.lease_epoch = lease_epoch
@@ -210,6 +215,7 @@ class Progress:
         self.predicted_remaining_tokens = predicted_remaining_tokens
         self.merged = merged
         self.recorded = recorded
+        self.cached = cached
 
     @property
     def rounds(self) -> int:

@@ -38,10 +38,12 @@ from scheduler_svc.core.handlers.rounds import Rounds
 from scheduler_svc.core.handlers.workers import Workers
 from scheduler_svc.core.placement.ledger import Ledger
 from scheduler_svc.core.placement.placement import place
+from scheduler_svc.core.placement.routing import Router, SoonestDone
 from scheduler_svc.core.policies.base import Policy
 from scheduler_svc.core.policies.ranker import Ranker
 from scheduler_svc.core.rank import RankKey
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.found_tokens import FoundTokens
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.views import Explanation, QueueEntry, Totals, WorkerView
 
@@ -53,11 +55,15 @@ GAP_GROWTH = 1.25
 class Scheduler:
     """The whole core. Not thread-safe; one task owns it."""
 
-    def __init__(self, policy: Policy, settings: CoreSettings, priors: Priors) -> None:
+    def __init__(
+        self, policy: Policy, settings: CoreSettings, priors: Priors, router: Router | None = None
+    ) -> None:
+        """`router`: chooses the worker of a request; None: the one of production."""
         self.policy = policy
         self.settings = settings
         self.priors = priors
         self.estimate_errors = EstimateErrors()
+        self._router = router or SoonestDone()
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
         self._shard = Shard(settings.list_factor, settings.reserved_share, settings.tenant_fairness)
@@ -79,7 +85,7 @@ class Scheduler:
             self._apply(event, ledger)
         self._publish(now_s)
         self._shard.take_turns()
-        place(self._shard, ledger, self.settings, self.priors)
+        place(self._shard, ledger, self.settings, self.priors, self._router)
         return ledger.commands(self.settings)
 
     def _publish(self, now_s: float) -> None:
@@ -108,8 +114,10 @@ class Scheduler:
                 self._workers.lost(event, ledger)
             case WorkerDraining(worker_id):
                 self._workers.draining(worker_id, ledger)
-            case CacheChanged():
-                pass
+            case CacheChanged(worker_id, added, removed):
+                if worker_id in self._shard.workers:
+                    self._shard.caches.blocks.remove(worker_id, removed)
+                    self._shard.caches.blocks.add(worker_id, added)
             case Refused(request_id):
                 # Gone or stale: either way the core's state is wrong. The shell reads the record again and
                 # sends the request that it finds as `Recovered`.
@@ -155,6 +163,16 @@ class Scheduler:
         without any.
         """
         return self._shard.capacity_tokens
+
+    @property
+    def found_tokens(self) -> FoundTokens:
+        """Return what the workers have found in their prefix caches."""
+        return self._shard.caches.found
+
+    @property
+    def block_index_bytes(self) -> int:
+        """Return the size of the index of what the workers have in their prefix caches."""
+        return self._shard.caches.blocks.size_bytes
 
     def totals(self) -> Totals:
         """Return the shard in numbers."""

@@ -102,6 +102,8 @@ class Requests:
         return Guesses(facts.guessed_tokens, predicted)
 
     def _enter(self, request: Request) -> None:
+        if request.worker is None:
+            self._shard.look_up(request)
         request.set_rank(self._ranker.rank(request))
         self._shard.enter(request)
 

@@ -63,6 +63,14 @@ class Rounds:
             self._who_ran(present, worker, ledger)
             worker.charge_reserve(report.rounds)
             for progress, request in present:
+                if request.residency is Residency.NONE:
+                    facts = request.facts
+                    self._shard.caches.found.count(
+                        facts.prompt_tokens, request.cached_tokens, progress.cached
+                    )
+                    worker.set_missing(request, request.context_tokens - progress.cached)
+                lacking = 0 if progress.tokens else max(0, request.missing_tokens - progress.prefilled)
+                worker.set_missing(request, lacking)
                 self._charge(progress, request, report, verified, prefilled)
                 self._progressed(progress, request, ledger)
         for change in report.residency:
@@ -150,6 +158,8 @@ class Rounds:
             request.record_event(ledger.now_s, "ended", progress.end.value)
             ledger.write(_commit(progress, request, position, tokens, tuple(request.story)))
             self._learner.learn_end(progress.end, request)
+            if request.worker is not None:
+                self._shard.caches.ended(request, request.worker)
             self._shard.leave(request)
 
     def _count(self, progress: Progress, request: Request, ledger: Ledger) -> tuple[int, ...]:
@@ -194,6 +204,8 @@ class Rounds:
         """Set where the KV of a request lies, rank it again, and add changes to its story."""
         before = request.rank
         request.residency = residency
+        if residency is Residency.NONE:
+            self._shard.look_up(request)
         rank = self._ranker.rank(request)
         self._shard.rerank(request, rank)
         if rank.level != before.level:

@@ -32,6 +32,8 @@ class Workers:
         worker.told_drained = False
         worker.free_target_blocks = event.facts.target_blocks
         worker.free_draft_blocks = event.facts.draft_blocks
+        self._shard.caches.blocks.forget(worker.worker_id)
+        self._shard.caches.blocks.add(worker.worker_id, event.cached_blocks)
         self._deaths.take_back(worker.worker_id, ledger)
         held: dict[str, Residency] = {}
         for item in event.held:
@@ -47,6 +49,8 @@ class Workers:
             if request.request_id not in held:
                 request.ran_here = False
             request.residency = held.get(request.request_id, Residency.NONE)
+            if request.residency is Residency.NONE:
+                self._shard.look_up(request)
             ledger.rerank(request)
 
     def lost(self, event: WorkerLost, ledger: Ledger) -> None:

@@ -68,10 +68,9 @@ class Ledger:
 
     def lease(self, request: Request, worker: Worker) -> None:
         """Put a queued request on a worker's list."""
-        self._shard.lease(request, worker)
-        self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
+        self._put(request, worker)
         alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
-        request.record_event(self.now_s, "leased", f"to worker {worker.worker_id}{alone}")
+        request.record_event(self.now_s, "leased", f"to worker {worker.worker_id}{_cached(request)}{alone}")
 
     def release(self, request: Request, *, tell_worker: bool) -> None:
         """Take a request off its list into the queue."""
@@ -86,14 +85,21 @@ class Ledger:
         worker in its story.
         """
         self._take_off(request, tell_worker=True)
+        self._put(request, worker)
+        request.record_event(self.now_s, "moved", f"to worker {worker.worker_id}, {why}{_cached(request)}")
+
+    def _put(self, request: Request, worker: Worker) -> None:
+        before = request.cached_tokens
         self._shard.lease(request, worker)
+        if request.cached_tokens != before:
+            self.rerank(request)  # less or more is left to be computed
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
-        request.record_event(self.now_s, "moved", f"to worker {worker.worker_id}, {why}")
 
     def _take_off(self, request: Request, *, tell_worker: bool) -> None:
         if tell_worker:
             self.take_off(request)
         request.residency = Residency.NONE
+        request.cached_tokens = max(self._shard.caches.tokens_of(request).values(), default=0)
         self._shard.take_back(request, self._ranker.rank(request))
 
     def commands(self, settings: CoreSettings) -> list[Command]:
@@ -113,3 +119,11 @@ class Ledger:
                 worker.told_drained = True
                 commands.append(Drained(worker.worker_id))
         return commands
+
+
+def _cached(request: Request) -> str:
+    """Return what its worker has of its prompt, for its story; empty: nothing."""
+    if not request.cached_tokens:
+        return ""
+    tokens = min(request.cached_tokens, request.facts.prompt_tokens)
+    return f", which has {tokens} of {request.facts.prompt_tokens} prompt tokens"

@@ -8,18 +8,20 @@ Every decision here ends in a call of the ledger.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.placement.ledger import Ledger
+from scheduler_svc.core.placement.routing import Router
 from scheduler_svc.core.policies.base import resume_cost_s
 from scheduler_svc.core.rank import last_of_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
-from scheduler_svc.core.state.worker_orders import WorkerOrders
+from scheduler_svc.core.state.worker_orders import Stage, WorkerOrders
 
 MOST_REFRESHED = 8
 """Ranks at the front of the queue that are computed again in one step, however many wait there on older
@@ -37,15 +39,15 @@ MOVE_SAVES = 10.0
 costs nothing to place may soon come for the free slot. Our choice; 3 and 10 do as well, 1 moves too many."""
 
 
-def place(shard: Shard, ledger: Ledger, settings: CoreSettings, priors: Priors) -> None:
+def place(shard: Shard, ledger: Ledger, settings: CoreSettings, priors: Priors, router: Router) -> None:
     """Bring leases in line with ranks, after the events of a step."""
     _run_alone(shard, ledger)
-    _lease_reserved(shard, ledger)
+    _lease_reserved(shard, ledger, priors, router)
     front = _Front(shard, ledger)
-    _fill(shard, ledger, front)
+    _fill(shard, ledger, front, priors, router)
     _overtake(shard, ledger, front)
     _take_back_the_worst(shard, ledger, settings)
-    _steal(shard, ledger)
+    _steal(shard, ledger, priors)
     _move_to_faster(shard, ledger, priors)
 
 
@@ -95,7 +97,7 @@ def _clear(worker: Worker, shard: Shard, ledger: Ledger) -> None:
     shard.set_alone(worker, True)
 
 
-def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
+def _lease_reserved(shard: Shard, ledger: Ledger, priors: Priors, router: Router) -> None:
     """Lease the reserved requests to some worker whatever their rank, spread as the workers' reserved shares
     allow.
     """
@@ -103,10 +105,9 @@ def _lease_reserved(shard: Shard, ledger: Ledger) -> None:
     for request in list(shard.reserved_queued.values()):
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the
         # first few.
-        free = next(_with_reserve_for(shard, request), None)
-        ledger.lease(
-            request, free or next(worker for worker in shard.worker_orders.by_load() if worker.holds(request))
-        )
+        by_load = shard.worker_orders.by_load
+        free = router.best(request, by_load(), partial(_has_reserve_for, request), shard, priors)
+        ledger.lease(request, free or next(worker for worker in by_load() if worker.holds(request)))
     for worker in list(shard.touched.values()):
         # With one slot the share is a slice of time, too rare to be worth the KV that a move costs. On a list
         # that is not longer than the slots no request waits for one.
@@ -134,12 +135,13 @@ def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
 
 
 def _with_reserve_for(shard: Shard, request: Request) -> Iterator[Worker]:
-    """Yield the workers that could run it to its end and whose reserved share is not used up, least loaded
-    first.
-    """
-    for worker in shard.worker_orders.by_load():
-        if worker.holds(request) and worker.reserved < worker.reserved_share:
-            yield worker
+    """Yield the workers whose reserved share could take the request, least loaded first."""
+    return (worker for worker in shard.worker_orders.by_load() if _has_reserve_for(request, worker))
+
+
+def _has_reserve_for(request: Request, worker: Worker) -> bool:
+    """Return whether it could run the request to its end, and its reserved share is not used up."""
+    return worker.holds(request) and worker.reserved < worker.reserved_share
 
 
 class _Front:
@@ -164,16 +166,15 @@ class _Front:
             self._left -= 1
 
 
-def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
-    """Lease queued requests, best rank first, to the least loaded worker, until the lists are full."""
+def _fill(shard: Shard, ledger: Ledger, front: _Front, priors: Priors, router: Router) -> None:
+    """Lease queued requests, best rank first, to the worker that the router chooses, until the lists are full."""
     at = 0
     while at < len(shard.queued):
-        room = next(_with_room(shard), None)
-        if room is None:
+        if next(_with_room(shard), None) is None:
             return
         request, _ = front.at(at)  # an older rank is better than a free place
-        if not room.holds(request):
-            room = next((worker for worker in _with_room(shard) if worker.holds(request)), None)
+        able = partial(_has_room_for, shard, request)
+        room = router.best(request, _with_room(shard), able, shard, priors)
         if room is None:
             at += 1  # unequal workers: this one waits for a larger one
         else:
@@ -183,9 +184,14 @@ def _fill(shard: Shard, ledger: Ledger, front: _Front) -> None:
 def _with_room(shard: Shard) -> Iterator[Worker]:
     """Yield the workers whose list is not full, least loaded first."""
     for worker in shard.worker_orders.by_load():
-        if len(worker.members) >= shard.worker_orders.list_length(worker):
+        if shard.worker_orders.stage(worker) == Stage.FULL:
             return  # the others are full, too
         yield worker
+
+
+def _has_room_for(shard: Shard, request: Request, worker: Worker) -> bool:
+    """Return whether its list has room, and it could run the request to its end."""
+    return shard.worker_orders.stage(worker) < Stage.FULL and worker.holds(request)
 
 
 def has_room_for(shard: Shard, request: Request) -> bool:
@@ -235,7 +241,7 @@ def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -
                     ledger.release(request, tell_worker=True)
 
 
-def _steal(shard: Shard, ledger: Ledger) -> None:
+def _steal(shard: Shard, ledger: Ledger, priors: Priors) -> None:
     """Move requests to workers with a free slot from workers that have them listed and do not run them.
     The queue has nothing for the workers with a free slot.
     """
@@ -243,7 +249,7 @@ def _steal(shard: Shard, ledger: Ledger) -> None:
         return
     for thief in list(_with_free_slots(shard)):
         while len(thief.members) < thief.slots:
-            request = _best_to_steal(shard, thief)
+            request = _best_to_steal(shard, thief, priors)
             if request is None:
                 break
             ledger.move(request, thief, "which had a free slot")
@@ -295,7 +301,7 @@ def _with_free_slots(shard: Shard) -> Iterator[Worker]:
         yield worker
 
 
-def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
+def _best_to_steal(shard: Shard, thief: Worker, priors: Priors) -> Request | None:
     """Return a request of the longest list or the next ones; if there is none, one of a list that is short
     enough but lacks KV blocks.
     """
@@ -303,6 +309,8 @@ def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
         lambda worker: len(worker.members) > worker.slots, shard.worker_orders.by_load_reversed()
     ):
         able = [request for request in victim.in_order if not request.running and thief.holds(request)]
+        if any(request.cached_tokens for request in able):
+            able = _gaining(able, victim, thief, shard, priors)
         if able:
             # Requests without KV move at no cost; best rank first among equals.
             return min(able, key=lambda request: request.residency)
@@ -311,3 +319,21 @@ def _best_to_steal(shard: Shard, thief: Worker) -> Request | None:
             if thief.holds(request) and thief.has_blocks_for(request):
                 return request
     return None
+
+
+def _gaining(
+    waiting: list[Request], victim: Worker, thief: Worker, shard: Shard, priors: Priors
+) -> list[Request]:
+    """Return the requests, given best first, that wait longer on their worker than the thief needs to compute what of
+    their prompts only that worker has.
+    """
+    running = victim.running.values()
+    left_s = sum([request.rank.remaining.mean_s for request in running]) / max(1, len(running))
+    rounds = left_s / priors.cost.typical_share_s
+    next_slot_s = shard.worker_orders.round_s(victim, victim.slots) * rounds / victim.slots
+    found = []
+    for place, request in enumerate(waiting, start=1):
+        lost = request.cached_tokens - shard.caches.tokens_of(request).get(thief.worker_id, 0)
+        if lost <= 0 or thief.slowness * priors.cost.prefill_share_s(lost) < place * next_slot_s:
+            found.append(request)
+    return found

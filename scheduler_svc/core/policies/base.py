@@ -10,28 +10,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final, TypeVar, final
+from typing import ClassVar, Final, final
 
 from laps_sd.contract.choose import HYSTERESIS, Residency
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.lengths import TokensLeft
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.interpreted import mypyc_attr
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
-
-T = TypeVar("T")
-
-try:
-    from mypy_extensions import mypyc_attr
-except ImportError:  # pragma: no cover  # only the compiler reads it
-
-    def mypyc_attr(*attrs: str, **kwattrs: object) -> Callable[[T], T]:
-        """Return a decorator that changes nothing."""
-        return lambda decorated: decorated
-
 
 STEADY_S = 1e4
 """Added to an index by policies that preempt between levels only. `laps_sd.contract.choose` lets a waiting
@@ -174,6 +163,8 @@ def resume_cost_s(request: Request, priors: Priors) -> float:
     """
     if request.residency is Residency.HOST:
         return priors.cost.swap_in_s(request.context_tokens)
+    if request.residency is Residency.NONE:
+        return priors.cost.prefill_share_s(request.context_tokens - request.cached_tokens)
     return priors.cost.prefill_share_s(request.context_tokens)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from laps_sd.contract.choose import Residency
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
 from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, KeptEstimate, Moment
 from scheduler_svc.core.estimates.sources import Guesses
@@ -77,6 +78,11 @@ class Request:
     """The report of its worker in which it last ran, by the worker's count; before that, the one after which
     it was leased."""
     reserved: bool = False
+    cached_tokens: int = 0
+    """Tokens at the start of its context that its worker has computed already, as far as known; in the queue, those that
+    the best worker has."""
+    missing_tokens: int = 0
+    """Context tokens that its worker has yet to compute, as far as known; 0 in the queue."""
     guesses: Guesses = field(default_factory=Guesses)
     seen_rounds: int = 0
     """Rounds that this core has seen, with their tokens and squared tokens: the priors learn from them at its
@@ -141,6 +147,10 @@ class Request:
     def context_tokens(self) -> int:
         """Return the tokens of prompt and output so far."""
         return self.facts.prompt_tokens + self.emitted
+
+    def cached_in(self, blocks: int) -> int:
+        """Return the context tokens in the first `blocks` blocks of its prompt; the last token is always computed."""
+        return min(blocks * BLOCK_TOKENS, self.context_tokens - 1)
 
     @property
     def longest_tokens(self) -> int:

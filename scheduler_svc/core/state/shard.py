@@ -19,6 +19,7 @@ from collections import Counter
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.rank import OrderKey, RankKey
+from scheduler_svc.core.state.caches import Caches
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.reserve import Reserve
 from scheduler_svc.core.state.sorted_keys import Ranked
@@ -34,6 +35,7 @@ class Shard:
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
         self.worker_orders = WorkerOrders(self.workers, list_factor)
+        self.caches = Caches(self.workers)
         self._accounts = Accounts()
         """Empty while there is no fairness between tenants."""
         self._by_tenant: list[TenantOrder] = []
@@ -105,6 +107,19 @@ class Shard:
         request.lease_epoch += 1
         request.entry = None
         self._enlist(request, worker)
+        self.look_up(request)
+
+    def look_up(self, request: Request) -> None:
+        """Note how much of the context of a request without KV need not be computed: on its worker, or in the queue on the
+        best one.
+        """
+        cached = self.caches.tokens_of(request)
+        if request.worker is None:
+            request.cached_tokens = max(cached.values(), default=0)
+        else:
+            request.cached_tokens = cached.get(request.worker, 0)
+            worker = self.workers[request.worker]
+            worker.set_missing(request, request.context_tokens - request.cached_tokens)
 
     def take_back(self, request: Request, rank: RankKey) -> None:
         """Move a request from a list into the queue. Its KV is lost; `rank` is for a request without KV."""
@@ -293,6 +308,7 @@ class Shard:
     def worker_lost(self, worker: Worker) -> None:
         """Mark a worker as lost: it takes no more work, and is forgotten as soon as it has no members."""
         worker.facts, worker.alone = None, False
+        self.caches.blocks.forget(worker.worker_id)
         self.short_of_blocks.pop(worker.worker_id, None)
         self.worker_changed(worker)
         if not worker.members:

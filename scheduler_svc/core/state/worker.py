@@ -58,6 +58,8 @@ class Worker:
     drafted: float = 0.0
     accepted: float = 0.0
     """Recent drafted and accepted tokens (decayed)."""
+    computing: dict[str, Request] = field(default_factory=dict)
+    """Members of which it has yet to compute context tokens, as far as known."""
     tokens_per_s: float = 0.0
     """Recent rate (decayed)."""
     slowness: float = 1.0
@@ -188,6 +190,15 @@ class Worker:
             self.unsent -= 1
         request.sent = None
         self.reserved -= request.reserved
+        self.set_missing(request, 0)
+
+    def set_missing(self, request: Request, tokens: int) -> None:
+        """Set how many context tokens of a member are yet to be computed."""
+        request.missing_tokens = tokens
+        if tokens:
+            self.computing[request.request_id] = request
+        else:
+            self.computing.pop(request.request_id, None)
 
     def reorder(self) -> None:
         """Note that the order key of a member changed."""

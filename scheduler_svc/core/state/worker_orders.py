@@ -6,17 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import takewhile
+from typing import Final
 
 from scheduler_svc.core.rank import OrderKey
 from scheduler_svc.core.state.sorted_keys import Ranked
 from scheduler_svc.core.state.worker import Worker
 
 _Load = tuple[int, float, float, str]
-"""The order of workers: a slot is free (0), all are taken (1), some requests wait (2) or the list is full (3);
-then the seconds until each request, a further one included, has had a round; then the requests per slot, and
+"""The order of workers: the stage; then the seconds until each request, a further one included, has had a round; then the requests per slot, and
 the worker. The requests per slot decide if a round costs the same with any number."""
 _Cut = tuple[int, float, str, str]
 """The order key of the last member inside a full list, and the worker."""
+
+
+class Stage:
+    """How full a list is."""
+
+    FREE: Final = 0
+    """A slot is free."""
+    TAKEN: Final = 1
+    """All slots are taken, and no request waits."""
+    WAITS: Final = 2
+    """Requests wait, and there is room for more."""
+    FULL: Final = 3
+    """There is no room."""
 
 
 class WorkerOrders:
@@ -37,9 +50,25 @@ class WorkerOrders:
         """Return the length its list should have while the queue can fill it."""
         return self._list_factor * worker.slots
 
+    def stage(self, worker: Worker) -> int:
+        """Return how full its list is: a `Stage`."""
+        count, slots = len(worker.members), worker.slots
+        if count < slots:
+            return Stage.FREE
+        if count >= self._list_factor * slots:
+            return Stage.FULL
+        return Stage.TAKEN if count == slots else Stage.WAITS
+
     def round_s(self, worker: Worker, batch: int) -> float:
         """Return the expected seconds of a round of a worker with `batch` requests."""
         return worker.slowness * (self._fixed_s + self._sequence_s * batch)
+
+    def turn_s(self, worker: Worker) -> float:
+        """Return the expected seconds until each of its requests, a further one included, has had a round."""
+        count, slots = len(worker.members) + 1, worker.slots
+        if count <= slots:
+            return self.round_s(worker, count)
+        return self.round_s(worker, slots) * (count / slots)
 
     def by_load(self) -> Iterator[Worker]:
         """Yield the workers that take work: those with a free slot, then those without, those with requests
@@ -89,15 +118,8 @@ class WorkerOrders:
         del self.cut_may_differ[worker.worker_id]
 
     def _load(self, worker: Worker) -> _Load:
-        count, slots = len(worker.members), worker.slots
-        if count <= slots:
-            stage = 1 if count == slots else 0
-        else:
-            stage = 2 if count < self.list_length(worker) else 3
-        seconds = self.round_s(worker, min(count + 1, slots))
-        if count >= slots:
-            seconds *= (count + 1) / slots
-        return (stage, seconds, count / slots, worker.worker_id)
+        used = len(worker.members) / worker.slots
+        return (self.stage(worker), self.turn_s(worker), used, worker.worker_id)
 
     def _refresh_cut(self, worker: Worker) -> None:
         cut = self._cut(worker)

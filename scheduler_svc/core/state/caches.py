@@ -1,0 +1,52 @@
+"""What the workers have in their prefix caches, as far as the scheduler knows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from scheduler_svc.core.state.block_index import BlockIndex
+from scheduler_svc.core.state.found_tokens import FoundTokens
+from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.worker import Worker
+
+MOST_CONVERSATIONS = 65_536
+"""Conversations of which the last worker is remembered, the most recent ones. Our choice."""
+
+
+class Caches:
+    """Blocks of prompts by worker, as the workers report them, and the last worker of each conversation.
+
+    A worker that reports nothing may have a cache all the same. For those the conversation counts: the last turn ran
+    there, and the next one begins with it.
+    """
+
+    def __init__(self, workers: Mapping[str, Worker]) -> None:
+        self._workers = workers
+        self.blocks = BlockIndex()
+        self.found = FoundTokens()
+        self._conversations: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
+        """Worker and context tokens of the last turn that ended."""
+
+    def tokens_of(self, request: Request) -> Mapping[str, int]:
+        """Return how many tokens at the start of a request's context each worker has; those without any are left out."""
+        facts = request.facts
+        cached = {
+            worker_id: request.cached_in(blocks)
+            for worker_id, blocks in self.blocks.cached(facts.prompt_blocks).items()
+        }
+        last = self._conversations.get(facts.conversation)
+        if last is not None:
+            worker_id, tokens = last
+            if worker_id in self._workers and not self.blocks.blocks_of(worker_id):
+                cached[worker_id] = min(tokens, facts.prompt_tokens - 1)
+        return cached
+
+    def ended(self, request: Request, worker_id: str) -> None:
+        """Note that a request ended on a worker."""
+        conversation = request.facts.conversation
+        if conversation:
+            self._conversations[conversation] = (worker_id, request.context_tokens)
+            self._conversations.move_to_end(conversation)
+            if len(self._conversations) > MOST_CONVERSATIONS:
+                self._conversations.popitem(last=False)

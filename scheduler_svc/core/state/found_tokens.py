@@ -1,0 +1,27 @@
+"""Counts of prompt tokens that workers found in their prefix caches, beside what the scheduler believed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class FoundTokens:
+    """Totals since the start, in prompt tokens."""
+
+    expected: int = 0
+    """Found, and believed to be there."""
+    unexpected: int = 0
+    """Found, but not believed to be there."""
+    missing: int = 0
+    """Believed to be there, and not found: the wrong beliefs."""
+    computed: int = 0
+    """Neither."""
+
+    def count(self, prompt_tokens: int, believed: int, found: int) -> None:
+        """Count a request that a worker took up."""
+        believed, found = min(believed, prompt_tokens), min(found, prompt_tokens)
+        self.expected += min(believed, found)
+        self.unexpected += max(0, found - believed)
+        self.missing += max(0, believed - found)
+        self.computed += prompt_tokens - max(believed, found)
