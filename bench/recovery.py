@@ -96,6 +96,7 @@ def a_request(number: int, prompt_tokens: int, rng: random.Random) -> NewRequest
         seed=number,
         submission=specification.SerializeToString(),
         length_features=b"",
+        prompt_blocks=b"",
     )
 
 

@@ -124,6 +124,19 @@ ESTIMATES_COVERED = counter(
 )
 
 
+PROMPT_TOKENS = counter(
+    "laps_sd_scheduler_prompt_tokens_total",
+    "Prompt tokens of requests that workers took up, by whether the worker had them in its prefix cache: expected (found, "
+    "and the scheduler believed so), unexpected (found, and it did not), missing (not found, and it believed so: a wrong "
+    "belief), computed (neither).",
+    ["found"],
+)
+BLOCK_INDEX = gauge(
+    "laps_sd_scheduler_block_index_bytes",
+    "Memory of what this scheduler knows of the prefix caches of its workers.",
+)
+
+
 def observe_turn(events: Iterable[Event]) -> None:
     """Count what the workers reported."""
     for event in events:
@@ -166,6 +179,9 @@ def observe_queue(core: Scheduler, pool: str) -> float:
     free = sum(view.free_target_blocks for view in views if view.up)
     kv_usage = 1 - free / blocks if blocks else 0.0
     KV_USAGE.set(kv_usage)
+    BLOCK_INDEX.set(core.block_index_bytes)
+    for found, tokens in core.found_tokens.take().items():
+        PROMPT_TOKENS.labels(found).inc(tokens)
     return kv_usage
 
 
@@ -179,6 +195,7 @@ def leads(leading: bool) -> None:
         WORKERS.set(0)
         BACKLOG.set(0)
         KV_USAGE.set(0)
+        BLOCK_INDEX.set(0)
         POOL_BACKLOG.clear()
 
 

@@ -445,6 +445,7 @@ class Specification(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """Fields 4 to 10 and 14 to 18: as in `sampling`; 0 is off for those from 14 on. Read by releases that do not know `sampling`."""
@@ -469,6 +470,10 @@ class Specification(_message.Message):
     """
     cache_salt: _builtins.str
     """Only a request with the same salt may use what is computed for this one. Empty: any other without a salt."""
+    conversation: _builtins.bytes
+    """Identifies the conversation of which this is a turn, in 8 bytes. For workers that do not report what they have computed: the
+    next turn goes to the worker of the last one. Empty: none is known.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -513,10 +518,11 @@ class Specification(_message.Message):
         traceparent: _builtins.str = ...,
         sampling: _inference_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
+        conversation: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "output_format", b"output_format", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "committed_ids", b"committed_ids", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "cache_salt", b"cache_salt", "committed_ids", b"committed_ids", "conversation", b"conversation", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

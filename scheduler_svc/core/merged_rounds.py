@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 from scheduler_svc.core.events import (
+    CacheChanged,
     EndRequested,
     Event,
     Merged,
@@ -38,6 +39,8 @@ class _Worker:
         self.received_s = received_s
         """When the core received a report of it last."""
         self.waiting: list[RoundReported] = []
+        self.changes: list[CacheChanged] = []
+        """What its cache gained and lost in these rounds."""
 
 
 @final
@@ -63,6 +66,9 @@ class MergedRounds:
         for event in events:
             if isinstance(event, RoundReported):
                 due += self._add(event, now_s)
+                continue
+            if isinstance(event, CacheChanged):
+                self._worker(event.worker_id).changes.append(event)  # its report follows
                 continue
             about: str | None = None
             if isinstance(event, WorkerUp):
@@ -90,13 +96,17 @@ class MergedRounds:
             if worker.waiting and now_s - worker.received_s >= after_s:
                 self._hurried.add(worker_id)
 
-    def _add(self, report: RoundReported, now_s: float) -> list[RoundReported]:
+    def _worker(self, worker_id: str) -> _Worker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker(-1e9)
+        return worker
+
+    def _add(self, report: RoundReported, now_s: float) -> list[Event]:
         """Add a report. Return what is due of its worker: everything if the core has to decide about the report,
         or if its interval is over; otherwise nothing.
         """
-        worker = self._workers.get(report.worker_id)
-        if worker is None:
-            worker = self._workers[report.worker_id] = _Worker(-1e9)
+        worker = self._worker(report.worker_id)
         worker.waiting.append(report)
         interval_s = len(self._workers) / self._heard_per_s
         if now_s - worker.received_s < interval_s and len(worker.waiting) < MOST_ROUNDS and _can_wait(report):
@@ -104,14 +114,15 @@ class MergedRounds:
         worker.received_s = now_s
         return _taken(worker)
 
-    def _take(self, worker_id: str) -> list[RoundReported]:
+    def _take(self, worker_id: str) -> list[Event]:
         worker = self._workers.get(worker_id)
         return [] if worker is None else _taken(worker)
 
 
-def _taken(worker: _Worker) -> list[RoundReported]:
+def _taken(worker: _Worker) -> list[Event]:
     waiting, worker.waiting = worker.waiting, []
-    taken: list[RoundReported] = []
+    taken: list[Event] = [*worker.changes]
+    worker.changes = []
     first = 0
     for at in range(1, len(waiting) + 1):
         if at == len(waiting) or not _continues(waiting[at - 1], waiting[at]):
@@ -154,7 +165,7 @@ class _Sums:
     def __init__(self, first: Progress) -> None:
         self.first = self.last = first
         self.tokens: list[int] = []
-        self.drafted = self.accepted = self.prefilled = 0
+        self.drafted = self.accepted = self.prefilled = self.cached = 0
         self.rounds = self.drafts = self.squares = 0
         self.tested: list[int] = []
         self.kept: list[int] = []
@@ -168,6 +179,7 @@ class _Sums:
         self.drafted += progress.drafted
         self.accepted += progress.accepted
         self.prefilled += progress.prefilled
+        self.cached += progress.cached
         self.rounds += progress.rounds
         self.drafts += progress.drafts
         self.squares += progress.squares(tokens)
@@ -197,6 +209,7 @@ class _Sums:
             self.predicted,
             Merged(self.rounds, self.drafts, self.squares),
             last.recorded,
+            self.cached,
         )
 
 

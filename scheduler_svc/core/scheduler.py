@@ -115,9 +115,7 @@ class Scheduler:
             case WorkerDraining(worker_id):
                 self._workers.draining(worker_id, ledger)
             case CacheChanged(worker_id, added, removed):
-                if worker_id in self._shard.workers:
-                    self._shard.caches.blocks.remove(worker_id, removed)
-                    self._shard.caches.blocks.add(worker_id, added)
+                self._shard.caches.changed(worker_id, added, removed)
             case Refused(request_id):
                 # Gone or stale: either way the core's state is wrong. The shell reads the record again and
                 # sends the request that it finds as `Recovered`.

@@ -72,6 +72,11 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     )
     if problem:
         raise InvalidArgument("prompt_blocks", problem)
+    if len(specification.conversation) not in (0, prompt_blocks.NAME_BYTES):
+        raise InvalidArgument(
+            "specification.conversation",
+            f"must have {prompt_blocks.NAME_BYTES} bytes, got {len(specification.conversation)}",
+        )
     if submit.shown_ids and not submit.restores:
         raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):

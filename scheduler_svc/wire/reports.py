@@ -249,6 +249,7 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         tested_by_position=tuple(tested),
         accepted_by_position=tuple(kept),
         predicted_remaining_tokens=_prediction(progress),
+        cached=min(progress.cached, MAX_PREFILLED_PER_ROUND),
     )
 
 

@@ -141,6 +141,7 @@ def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -
             runs_to_limit=_runs_to_limit(specification),
             length_features=new.length_features,
             prompt_blocks=new.prompt_blocks,
+            conversation=specification.conversation,
         ),
         model=new.model,
         idempotency_key=new.idempotency_key,

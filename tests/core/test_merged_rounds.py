@@ -11,6 +11,7 @@ from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit
 from scheduler_svc.core.events import (
     Arrived,
+    CacheChanged,
     EndRequested,
     Event,
     Merged,
@@ -22,7 +23,7 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerUp,
 )
-from scheduler_svc.core.merged_rounds import MOST_ROUNDS, MergedRounds
+from scheduler_svc.core.merged_rounds import MOST_ROUNDS, MergedRounds, merged
 from scheduler_svc.core.scheduler import Scheduler
 from tests.core.test_scheduler import W, core, request
 
@@ -284,3 +285,29 @@ class TestMergedRounds:
         due(rounds, on_record(of_b(1), worker_id="w0"))
         arrived = Arrived(request("c", 3))
         assert rounds.due([arrived], 1.0, lambda _: "w0") == [arrived]
+
+
+class TestCaches:
+    """What a worker's cache gained and lost comes with the report of its round."""
+
+    def change(self, number: int) -> CacheChanged:
+        return CacheChanged("w", bytes([number] * 8), b"")
+
+    def waiting(self, position: int) -> RoundReported:
+        return reported(replace(of_a(position, 1, 0), recorded=True))
+
+    def test_changes_wait_with_their_reports_and_come_before_them(self) -> None:
+        rounds = MergedRounds(0.01)
+        assert len(rounds.due([self.change(0), self.waiting(0)], 0.0, lambda _: "w")) == 2
+        for number in (1, 2):
+            assert rounds.due([self.change(number), self.waiting(number)], 0.1, lambda _: "w") == []
+        rounds.hurry("w")
+        *changes, report = rounds.due([], 0.2, lambda _: "w")
+        assert changes == [self.change(1), self.change(2)]
+        assert isinstance(report, RoundReported)
+        assert report.rounds == 2
+
+    def test_what_was_found_is_summed(self) -> None:
+        rounds = [replace(of_a(0, 1, 0), cached=640), of_a(1, 1, 0)]
+        (progress,) = merged([reported(one) for one in rounds]).progress
+        assert progress.cached == 640

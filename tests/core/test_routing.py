@@ -126,6 +126,13 @@ class TestWhatItKnows:
         scheduler.step(0.0, [arrives("r")])
         assert worker_of(scheduler, "r") == "a"
 
+    def test_more_than_its_memory_can_hold_is_left_out(self) -> None:
+        """A lie costs time, and no more memory than the worker could have."""
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named("a", 4, target_blocks=12), (), PROMPT)])
+        scheduler.step(0.0, [has("a", 20, OTHER)])
+        assert scheduler._shard.caches.blocks.blocks_of("a") == 12
+
     def test_beliefs_are_compared_with_what_was_found(self) -> None:
         scheduler = shard(4)
         scheduler.step(0.0, [has("a", 10)])
@@ -141,9 +148,9 @@ class TestWhatItKnows:
             ],
         )
         scheduler.step(2.0, [report(did("r0", 1, 1), did("r1", 1, 1), worker_id="a")])
-        found = scheduler.found_tokens
-        assert (found.expected, found.unexpected, found.missing) == (256, 64, 640 - 256)
-        assert found.computed == (1280 - 640) + (1280 - 64)
+        found = {"expected": 256, "unexpected": 64, "missing": 384, "computed": 1280 - 640 + 1280 - 64}
+        assert scheduler.found_tokens.take() == found
+        assert not any(scheduler.found_tokens.take().values())
 
 
 class TestWhatIsLeft:

@@ -103,8 +103,8 @@ class TestWorker:
         blocks = cluster.scheduler._shard.caches.blocks
         assert blocks.blocks_of("w0") == len(held)
         assert outcome.found_tokens > 0
-        found = cluster.scheduler.found_tokens
-        assert found.expected + found.unexpected == outcome.found_tokens
+        found = cluster.scheduler.found_tokens.take()
+        assert found["expected"] + found["unexpected"] == outcome.found_tokens
 
 
 class TestConversations:

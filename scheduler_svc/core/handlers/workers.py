@@ -32,8 +32,7 @@ class Workers:
         worker.told_drained = False
         worker.free_target_blocks = event.facts.target_blocks
         worker.free_draft_blocks = event.facts.draft_blocks
-        self._shard.caches.blocks.forget(worker.worker_id)
-        self._shard.caches.blocks.add(worker.worker_id, event.cached_blocks)
+        self._shard.caches.replaced(worker.worker_id, event.cached_blocks)
         self._deaths.take_back(worker.worker_id, ledger)
         held: dict[str, Residency] = {}
         for item in event.held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from laps_sd.contract.prompt_blocks import NAME_BYTES, most_cached
 from scheduler_svc.core.state.block_index import BlockIndex
 from scheduler_svc.core.state.found_tokens import FoundTokens
 from scheduler_svc.core.state.request import Request
@@ -27,6 +28,22 @@ class Caches:
         self.found = FoundTokens()
         self._conversations: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         """Worker and context tokens of the last turn that ended."""
+
+    def changed(self, worker_id: str, added: bytes, removed: bytes) -> None:
+        """Note what a worker has computed and lost. Of more than its memory can hold, the rest is left out."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.facts is None:
+            return
+        self.blocks.remove(worker_id, removed)
+        room = most_cached(worker.facts.target_blocks, worker.facts.block_size) - self.blocks.blocks_of(
+            worker_id
+        )
+        self.blocks.add(worker_id, added[: room * NAME_BYTES])
+
+    def replaced(self, worker_id: str, names: bytes) -> None:
+        """Note what a worker has, in place of what was known before."""
+        self.blocks.forget(worker_id)
+        self.changed(worker_id, names, b"")
 
     def tokens_of(self, request: Request) -> Mapping[str, int]:
         """Return how many tokens at the start of a request's context each worker has; those without any are left out."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class FoundTokens:
-    """Totals since the start, in prompt tokens."""
+    """Sums since the last `take`, in prompt tokens."""
 
     expected: int = 0
     """Found, and believed to be there."""
@@ -25,3 +25,14 @@ class FoundTokens:
         self.unexpected += max(0, found - believed)
         self.missing += max(0, believed - found)
         self.computed += prompt_tokens - max(believed, found)
+
+    def take(self) -> dict[str, int]:
+        """Return the sums by name, and begin again."""
+        sums = {
+            "expected": self.expected,
+            "unexpected": self.unexpected,
+            "missing": self.missing,
+            "computed": self.computed,
+        }
+        self.expected = self.unexpected = self.missing = self.computed = 0
+        return sums

@@ -40,10 +40,10 @@ local function submit(k, a)
     if sequence == 1 then redis.call('PEXPIRE', KEYS[AFTER_QUEUE], ARGV[5]) end
     redis.call('HSET', request, 'state', 'queued', 'score', sequence, 'sequence', sequence, unpack(ARGV, a + 10, a + 9 + ARGV[a + 9]))
     local fields = {'prompt', ARGV[a + 4], 'submission', ARGV[a + 5]}
-    for field, value in pairs({length_features = ARGV[a + 6], prompt_blocks = ARGV[a + 7]}) do
-        if value ~= '' then
+    for at, field in ipairs({'length_features', 'prompt_blocks'}) do
+        if ARGV[a + 5 + at] ~= '' then
             fields[#fields + 1] = field
-            fields[#fields + 1] = value
+            fields[#fields + 1] = ARGV[a + 5 + at]
         end
     end
     redis.call('HSET', payload, unpack(fields))
