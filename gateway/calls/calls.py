@@ -249,7 +249,7 @@ class Calls:
             wanted = await self._format_of(request, state)
             prompt_ids = await self._prompts.ids_of(request, rendered)
             features = self._prompts.features_of(request)
-            blocks = name_blocks(prompt_ids, cache_salt(self.settings, caller.tenant))
+            blocks = name_blocks(prompt_ids, cache_salt(request, self.settings, caller.tenant))
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
                 submit = complete(

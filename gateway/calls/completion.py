@@ -11,6 +11,7 @@ from gateway.calls.validation import SpeculationMode, prompt_too_long
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import MAX_BAD_WORD_TOKENS
+from laps_sd.contract.prompt_blocks import NAME_BYTES
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.specifications import set_sampling
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
@@ -68,8 +69,12 @@ def complete(
     filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
     filled_in.seed = (filled_in.seed + choice) % 2**64
     specification = gateway_link_pb2.Specification(
-        prompt_ids=prompt_ids, drafter=request.speculation.drafter, cache_salt=cache_salt(settings, tenant)
+        prompt_ids=prompt_ids,
+        drafter=request.speculation.drafter,
+        cache_salt=cache_salt(request, settings, tenant),
     )
+    if request.conversation:
+        specification.conversation = _digest(tenant, request.conversation, size=NAME_BYTES)
     set_sampling(specification, filled_in)
     if request.output_format.WhichOneof("format"):
         specification.output_format.CopyFrom(request.output_format)
@@ -111,9 +116,14 @@ def _set_bad_words(sampling: inference_pb2.SamplingParams, model: ModelFiles) ->
     del sampling.bad_words[:]
 
 
-def cache_salt(settings: GatewaySettings, tenant: str) -> str:
-    """Return the salt of a tenant's prompts: what is computed for one is used for prompts of equal salt only."""
-    return "" if settings.share_prompts else tenant
+def cache_salt(request: inference_pb2.GenerateRequest, settings: GatewaySettings, tenant: str) -> str:
+    """Return the salt of a prompt: what is computed for it is used for prompts of equal salt only."""
+    salt = "" if settings.share_prompts else tenant
+    return _digest(salt, request.cache_salt, size=16).hex() if request.cache_salt else salt
+
+
+def _digest(tenant: str, text: str, size: int) -> bytes:
+    return hashlib.blake2b(f"{tenant}\0{text}".encode(), digest_size=size).digest()
 
 
 def body_hash(request: inference_pb2.GenerateRequest) -> bytes:

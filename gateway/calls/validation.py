@@ -76,6 +76,9 @@ def check_request(
         )
     if not request.idempotency_key.isprintable():
         raise InvalidArgument("idempotency_key", "must hold printable characters only")
+    for name, label in (("conversation", request.conversation), ("cache_salt", request.cache_salt)):
+        if len(label) > MAX_KEY_CHARACTERS:
+            raise InvalidArgument(name, f"must be at most {MAX_KEY_CHARACTERS} characters, got {len(label)}")
     if len(request.workload_class) > MAX_CLASS_CHARACTERS:
         raise InvalidArgument(
             "workload_class",

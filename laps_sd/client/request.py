@@ -76,6 +76,10 @@ class Options(SamplingOptions, total=False):
     output_format: OutputFormat
     expected_output_tokens: int
     workload_class: str
+    conversation: str
+    """Name of the conversation of which this is a turn."""
+    cache_salt: str
+    """What is computed for the prompt is used for requests with the same salt only."""
     keep: bool
     logprobs: int
     n: int
@@ -109,6 +113,8 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         deadline_unix_ms=None if deadline is None else round(deadline.timestamp() * 1000),
         expected_output_tokens=options.get("expected_output_tokens"),
         workload_class=options.get("workload_class", ""),
+        conversation=options.get("conversation", ""),
+        cache_salt=options.get("cache_salt", ""),
         keep=options.get("keep", False),
         logprobs=options.get("logprobs"),
         n=options.get("n"),

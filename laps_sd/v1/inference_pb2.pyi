@@ -88,6 +88,8 @@ class GenerateRequest(_message.Message):
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name from ListModels. Empty: the gateway's only model."""
     text: _builtins.str
@@ -119,6 +121,14 @@ class GenerateRequest(_message.Message):
     add_special_tokens: _builtins.bool
     """Add the tokens that the tokenizer puts around a sequence, often a begin token. Default: true for a text, and false for
     messages, whose template has written them.
+    """
+    conversation: _builtins.str
+    """A name of the conversation of which this is a turn, at most 128 characters. A hint where to run it: turns are recognised by the
+    beginning of their prompts, but on workers that do not report what they have computed only by this name.
+    """
+    cache_salt: _builtins.str
+    """What is computed for the prompt is used for requests with the same salt only, at most 128 characters. It narrows the tenant's own
+    salt and never widens it.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -158,10 +168,12 @@ class GenerateRequest(_message.Message):
         output_format: Global___OutputFormat | None = ...,
         deadline_unix_ms: _builtins.int | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        conversation: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "add_special_tokens", b"add_special_tokens", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "logprobs", b"logprobs", "messages", b"messages", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "add_special_tokens", b"add_special_tokens", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_deadline_unix_ms", b"_deadline_unix_ms", "_expected_output_tokens", b"_expected_output_tokens", "_logprobs", b"_logprobs", "_n", b"_n", "_priority", b"_priority", "_time_limit_ms", b"_time_limit_ms", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_unix_ms", b"deadline_unix_ms", "expected_output_tokens", b"expected_output_tokens", "idempotency_key", b"idempotency_key", "keep", b"keep", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "n", b"n", "output_format", b"output_format", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "time_limit_ms", b"time_limit_ms", "token_ids", b"token_ids", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

@@ -488,6 +488,8 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("speculation.mode", _set("speculation.mode", 3, 99, -1, 2**31 - 1)),
     ("speculation.max_draft_tokens", _set("speculation.max_draft_tokens", 65, 2**32 - 1)),
     ("idempotency_key", _set("idempotency_key", "k" * 129, "\0", "a\nb", "\u202e\u2066", "\x7f", "😀" * 5000)),
+    ("conversation", _set("conversation", "c" * 129)),
+    ("cache_salt", _set("cache_salt", "c" * 129)),
     ("workload_class", _set("workload_class", "c" * 65, "two words", "é", "\0", "a\n", "{}")),
     ("priority", _set("priority", 101, -101, 2**31 - 1, -(2**31))),
     ("time_limit_ms", _set("time_limit_ms", 0, 86_400_001, 2**32 - 1)),

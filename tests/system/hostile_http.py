@@ -242,6 +242,8 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("time_limit_ms", ("0", "-1", "4294967296", '"x"')),
     ("deadline_unix_ms", ("0", "-1", "1763000000", "18446744073709551616", '"x"')),
     ("expected_output_tokens", ("0", "-1", '"x"')),
+    ("conversation", ("5", "[]", json.dumps("c" * 129))),
+    ("cache_salt", ("5", "{}", json.dumps("c" * 129))),
     ("workload_class", ("5", '"two words"', '"é"', json.dumps("c" * 65), '"\\u0000"', '"\\udfff"')),
     ("model", ("5", '"gpt-5"', '"\\ud800"', "[]", json.dumps("m" * 5000))),
     ("stream", ('"yes"', "1", "[]")),

@@ -263,8 +263,21 @@ def use_beam_search(api: Api) -> None:
     api.refuses(use_beam_search=True)
 
 
+def cached(api: Api, **fields: Any) -> int:
+    answer = api.text(prompt="The harbour master wrote every ship into the book. " * 20, **fields)
+    details = answer["usage"]["prompt_tokens_details"]
+    return (details or {}).get("cached_tokens") or 0
+
+
 def cache_salt(api: Api) -> None:
-    api.refuses(cache_salt="salt")
+    assert cached(api, cache_salt="one") == 0
+    assert cached(api, cache_salt="one") > 64
+    assert cached(api, cache_salt="other") == 0
+
+
+def conversation(api: Api) -> None:
+    for name in ("prompt_cache_key", "session_id", "user"):
+        assert api.said(**{name: "any text " * 50}) == ANSWER
 
 
 def suffix(api: Api) -> None:
@@ -377,6 +390,7 @@ CHECKS: dict[str, Callable[[Api], None]] = {
     "`truncate_prompt_tokens`": truncate_prompt_tokens,
     "`use_beam_search`": use_beam_search,
     "`cache_salt`": cache_salt,
+    "`prompt_cache_key`, `session_id`, `user`": conversation,
     "`suffix`": suffix,
     "unknown fields": unknown,
     "`POST /v1/chat/completions`": chat_completions,

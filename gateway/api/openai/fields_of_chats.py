@@ -13,6 +13,7 @@ __all__ = ["PASSED_ON", "passed_on", "renamed"]
 PASSED_ON = (
     *(name for name in SAMPLING_FIELDS if name not in ("max_tokens", "temperature", "top_p")),
     "add_special_tokens",
+    "cache_salt",
     "chat_template_kwargs",
     "deadline_unix_ms",
     "expected_output_tokens",

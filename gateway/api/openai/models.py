@@ -162,6 +162,8 @@ class Body(SamplingFields):
     deadline_unix_ms: UnixMs | None = None
     expected_output_tokens: Count | None = None
     workload_class: Text | None = None
+    conversation: Text | None = None
+    cache_salt: Text | None = None
     n: Count | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -10,6 +10,7 @@ The models check only shapes, and numbers of items against the largest possible 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -76,7 +77,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
 """Fields that the engine does not support (some of them only in completions of text), with the values (besides null) that do not request them."""
 
 REASONS: Mapping[str, str] = {
-    "cache_salt": "the prefix cache is shared by all requests of a worker, see docs/security.md",
     "guided_decoding_backend": "formats have one backend here",
     "guided_whitespace_pattern": "the blanks between the parts of JSON are fixed",
     "prompt_logprobs": "the log probabilities of a prompt are not computed",
@@ -85,16 +85,12 @@ REASONS: Mapping[str, str] = {
 }
 """The reasons why fields are not supported; the other fields have a common one."""
 
-IGNORED_FIELDS = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "safety_identifier",
-    "session_id",
-    "user",
-)
+IGNORED_FIELDS = ("metadata", "prompt_cache_retention", "request_id", "safety_identifier")
 """Fields that label a request and have no effect on it."""
+
+CONVERSATION_FIELDS = ("prompt_cache_key", "session_id", "user")
+"""Fields by which the turns of a conversation are recognised if `conversation` is not given: the first that is a text,
+whatever its length. Other values have no effect."""
 
 NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (False, True),
@@ -148,7 +144,7 @@ def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     except ValidationError as error:
         raise invalid_argument(error) from None
     format_field, output_format = read_format(chat)
-    request = _common(chat, output_format)
+    request = _common(chat, output_format, body)
     if chat.logprobs:
         request.logprobs = chat.top_logprobs or 0
     elif chat.top_logprobs:
@@ -170,7 +166,7 @@ def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest
     except ValidationError as error:
         raise invalid_argument(error) from None
     format_field, output_format = read_format(completion)
-    request = _common(completion, output_format)
+    request = _common(completion, output_format, body)
     if completion.logprobs is not None:
         request.logprobs = completion.logprobs
         if completion.echo:
@@ -224,7 +220,7 @@ def _check_other_fields(body: Json, model: type[Body], on_unknown: OnUnknown) ->
         if name not in StreamOptions.model_fields and value is not None and value is not False:
             raise InvalidArgument(f"stream_options.{name[:40]}", "is not known here; leave it out")
     for name, value in body.items():
-        if value is None or name in model.model_fields or name in IGNORED_FIELDS:
+        if value is None or name in model.model_fields or name in (*IGNORED_FIELDS, *CONVERSATION_FIELDS):
             continue
         if name == "best_of":
             if value != (body.get("n") or 1):
@@ -236,7 +232,9 @@ def _check_other_fields(body: Json, model: type[Body], on_unknown: OnUnknown) ->
             raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
 
 
-def _common(body: Body, output_format: inference_pb2.OutputFormat | None) -> inference_pb2.GenerateRequest:
+def _common(
+    body: Body, output_format: inference_pb2.OutputFormat | None, raw: Json
+) -> inference_pb2.GenerateRequest:
     """Return the fields that both endpoints have; absent fields stay absent."""
     return inference_pb2.GenerateRequest(
         model=body.model or "",
@@ -246,10 +244,19 @@ def _common(body: Body, output_format: inference_pb2.OutputFormat | None) -> inf
         deadline_unix_ms=body.deadline_unix_ms,
         expected_output_tokens=body.expected_output_tokens,
         workload_class=body.workload_class or "",
+        conversation=body.conversation or _conversation(raw),
+        cache_salt=body.cache_salt or "",
         n=body.n,
         output_format=output_format,
         add_special_tokens=body.add_special_tokens,
     )
+
+
+def _conversation(body: Json) -> str:
+    """Return a name of the conversation by OpenAI's fields; empty without any."""
+    named = (body[name] for name in CONVERSATION_FIELDS if isinstance(body.get(name), str) and body[name])
+    text = next(named, "")
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest() if text else ""
 
 
 def _sampling(body: Body) -> inference_pb2.SamplingParams:

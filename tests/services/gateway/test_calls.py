@@ -757,12 +757,20 @@ class TestPromptBlocks:
 
     @staticmethod
     async def sent(
-        running: Running, scheduler: FakeScheduler, prompt_ids: list[int], tenant: str = "acme", n: int = 1
+        running: Running,
+        scheduler: FakeScheduler,
+        prompt_ids: list[int],
+        tenant: str = "acme",
+        n: int = 1,
+        **more: str,
     ) -> list[link_pb2.Submit]:
         """Return the submissions of a prompt of token ids."""
         before = len(scheduler.all_heard("submit"))
         request = GenerateRequest(
-            token_ids=TokenIds(ids=prompt_ids), sampling=SamplingParams(max_tokens=5), n=n
+            token_ids=TokenIds(ids=prompt_ids),
+            sampling=SamplingParams(max_tokens=5),
+            n=n,
+            **more,  # type: ignore[arg-type]
         )
         call = running.stub.GenerateStream(request, metadata=(("laps-sd-tenant", tenant),))
         await scheduler.wait_heard("submit", before + n)
@@ -787,6 +795,47 @@ class TestPromptBlocks:
 
         assert acme.prompt_blocks == again.prompt_blocks != other.prompt_blocks
         assert acme.specification.cache_salt != other.specification.cache_salt
+
+    async def test_differ_between_salts_of_one_tenant_and_stay_apart_from_other_tenants(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        prompt = [7] * BLOCK_TOKENS
+        sent = [
+            (await self.sent(running, scheduler, prompt, tenant, cache_salt=salt))[0]
+            for tenant, salt in (
+                ("acme", ""),
+                ("acme", "one"),
+                ("acme", "one"),
+                ("acme", "two"),
+                ("other", "one"),
+            )
+        ]
+        plain, one, again, two, other = (submit.prompt_blocks for submit in sent)
+
+        assert one == again
+        assert len({plain, one, two, other}) == 4
+        assert all(one.prompt_blocks == name_blocks(prompt, one.specification.cache_salt) for one in sent)
+
+    async def test_the_name_of_a_conversation_is_sent_as_a_digest_of_its_tenant_and_itself(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        sent = [
+            (await self.sent(running, scheduler, [7], tenant, conversation=name))[
+                0
+            ].specification.conversation
+            for tenant, name in (
+                ("acme", "chat"),
+                ("acme", "chat"),
+                ("acme", "more"),
+                ("other", "chat"),
+                ("acme", ""),
+            )
+        ]
+
+        assert sent[0] == sent[1]
+        assert len(set(sent)) == 4
+        assert {len(digest) for digest in sent[:4]} == {NAME_BYTES}
+        assert sent[4] == b""
 
     async def test_are_equal_for_all_tenants_where_these_share(
         self, scheduler: FakeScheduler, start_gateway: StartGateway

@@ -614,6 +614,22 @@ class TestWhatIsAskedFor:
         assert submit.traceparent.startswith("00-aaaa")
         assert submit.tenant == "anonymous"
 
+    @pytest.mark.parametrize("name", ["conversation", "prompt_cache_key", "session_id", "user"])
+    async def test_a_conversation_can_be_named_by_its_field_or_by_those_of_others(
+        self, served: Served, name: str
+    ) -> None:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        for count, fields in enumerate(({name: "one"}, {name: "one", "seed": 3}, {}), start=1):
+            call = asyncio.create_task(served.post("/v1/chat/completions", body | fields))
+            await served.finished(count=count)
+            await call
+        first, again, without = (
+            submit.specification.conversation for submit in served.scheduler.all_heard("submit")
+        )
+        assert first == again
+        assert len(first) == 8
+        assert without == b""
+
     @pytest.mark.parametrize(
         "content", ["hello", [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]]
     )
