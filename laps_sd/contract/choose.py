@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Residency(enum.IntEnum):
@@ -34,6 +34,11 @@ class Residency(enum.IntEnum):
     NONE = 0
     HOST = 1
     DEVICE = 2
+
+
+ON_HOST: Final = Residency.HOST
+ON_DEVICE: Final = Residency.DEVICE
+"""Compiled, such a name costs no look-up; so what compares them for each request of each round uses these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +115,21 @@ class Choice:
     """Passed back in at the next round."""
 
 
-HYSTERESIS = 0.10
+HYSTERESIS: Final = 0.10
 """Fraction by which a waiting request must be shorter than the request it displaces.
 
 Our choice, found by simulation.
 """
-HYSTERESIS_EVICTING = 0.25
+HYSTERESIS_EVICTING: Final = 0.25
 """The same fraction if the displaced request would lose its KV."""
-LATCH_ON = 0.85
+LATCH_ON: Final = 0.85
 """Share of a KV pool above which preemption is suspended. 0.7 to 0.9 did well in simulation; our choice."""
-LATCH_OFF = 0.70
+LATCH_OFF: Final = 0.70
 """Share below which preemption is allowed again: the gap keeps the latch from oscillating."""
-RESERVED_SLICE_ROUNDS = 32
+RESERVED_SLICE_ROUNDS: Final = 32
 """Reserved rounds out of `RESERVED_CYCLE_ROUNDS` on a one-slot worker, where the reserved share is time."""
-RESERVED_ONE_IN = 32
-RESERVED_CYCLE_ROUNDS = RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN
+RESERVED_ONE_IN: Final = 32
+RESERVED_CYCLE_ROUNDS: Final = RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN
 
 
 def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
@@ -142,7 +147,7 @@ def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
 # tuple, because a worker calls `choose` at every round, and tuples sort and unpack several times faster than
 # objects. Request ids are unique, so a comparison never reaches the candidate.
 _Entry = tuple[int, float, str, Candidate, int, int]
-_rank = itemgetter(0, 1, 2)
+_rank: Final = itemgetter(0, 1, 2)
 
 
 def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
@@ -197,7 +202,7 @@ def _entry(candidate: Candidate, worker: WorkerState) -> _Entry:
     if worker.draft_blocks:  # 0: there is no draft model
         draft = needed if needed > candidate.draft_blocks else candidate.draft_blocks
     cost = candidate.index_s
-    if candidate.residency != Residency.DEVICE:
+    if candidate.residency is not ON_DEVICE:
         cost += candidate.resume_cost_s
     return (candidate.rank_class, cost, candidate.request_id, candidate, target, draft)
 

@@ -14,9 +14,9 @@ from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import Basis
 
-MAX_LEVELS = 32
+MAX_LEVELS: Final = 32
 """Levels are numbered 0 … MAX_LEVELS − 1: five bits of a rank's class."""
-AHEAD = MAX_LEVELS
+AHEAD: Final = MAX_LEVELS
 """The bit between priority and level: set while the tenant is ahead of others (`core/state/tenants.py`).
 Policies do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
 

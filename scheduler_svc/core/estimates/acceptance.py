@@ -13,33 +13,35 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Final, final
 
-DEFAULT_TOKENS_PER_ROUND = 2.0
+DEFAULT_TOKENS_PER_ROUND: Final = 2.0
 """Without any history. Any value serves, because only differences between requests change an order."""
-DEFAULT_SHRINKAGE = 20.0
+DEFAULT_SHRINKAGE: Final = 20.0
 """n0 with no history: our choice, found by simulation."""
 SHRINKAGE_LIMITS = (4.0, 200.0)
-AUTOCORRELATION = 3.0
+_LEAST_SHRINKAGE: Final = SHRINKAGE_LIMITS[0]
+_MOST_SHRINKAGE: Final = SHRINKAGE_LIMITS[1]
+AUTOCORRELATION: Final = 3.0
 """n0 = this × within/between variance: rounds of one request are not independent of each other. Our choice,
 found by simulation."""
-DEFAULT_WEIGHT_ROUNDS = 50.0
-POOL_WEIGHT_ROUNDS = 200.0
+DEFAULT_WEIGHT_ROUNDS: Final = 50.0
+POOL_WEIGHT_ROUNDS: Final = 200.0
 """Weight of the mean over all classes in the mean of one class, in rounds."""
-FORGET_ROUNDS = 20_000.0
-FORGET_REQUESTS = 500.0
-ENOUGH_REQUESTS = 8.0
+FORGET_ROUNDS: Final = 20_000.0
+FORGET_REQUESTS: Final = 500.0
+ENOUGH_REQUESTS: Final = 8.0
 """Ended requests before variances are used."""
-OF_LATE_ROUNDS = 100.0
+OF_LATE_ROUNDS: Final = 100.0
 """Rounds over which the present draft length is averaged."""
-MAX_POSITIONS = 64
+MAX_POSITIONS: Final = 64
 """Draft positions that have statistics of their own; no worker drafts more."""
-DEFAULT_ACCEPTANCE = 0.5
+DEFAULT_ACCEPTANCE: Final = 0.5
 """Acceptance of a draft position without history. With long drafts it gives `DEFAULT_TOKENS_PER_ROUND`."""
-POSITION_WEIGHT = 20.0
+POSITION_WEIGHT: Final = 20.0
 """Weight of the guess for a position (the position before it, or all classes), in tests. Our choice."""
 ACCEPTANCE_LIMITS = (0.001, 0.999)
-REBUILD_ROUNDS = 64.0
+REBUILD_ROUNDS: Final = 64.0
 """Rounds between two builds of the table of tokens by draft length; fewer while there is little history."""
-_LARGEST_UNIT = 1e6
+_LARGEST_UNIT: Final = 1e6
 
 
 @final
@@ -81,7 +83,7 @@ class AcceptanceStatistics:
         self.tokens = self.tokens * keep + tokens
         self.drafted = self.drafted * keep + drafted
         of_late = min(self.rounds, OF_LATE_ROUNDS)
-        self.drafted_of_late += (drafted - rounds * self.drafted_of_late) / max(of_late, rounds)
+        self.drafted_of_late += (drafted - rounds * self.drafted_of_late) / max(of_late, float(rounds))
 
     def observe_end(self, rounds: int, tokens: float, squares: float) -> None:
         """Learn from an ended request: its rounds, the sum of their tokens and of their squared tokens."""
@@ -137,14 +139,17 @@ class PositionStatistics:
     def observe(self, tested: tuple[int, ...], accepted: tuple[int, ...], rounds: int = 1) -> None:
         """Learn from rounds: draft tokens compared and accepted, by position. Positions beyond
         `MAX_POSITIONS` are ignored."""
-        more = min(len(tested), MAX_POSITIONS) - len(self.tested)
-        if more > 0:
-            self.tested += [0.0] * more
-            self.accepted += [0.0] * more
+        positions = min(len(tested), MAX_POSITIONS)
         unit, sums_tested, sums_accepted = self.unit, self.tested, self.accepted
-        for i in range(min(len(tested), len(accepted), MAX_POSITIONS)):
-            sums_tested[i] += unit * tested[i]
-            sums_accepted[i] += unit * accepted[i]
+        if positions > len(sums_tested):
+            more = positions - len(sums_tested)
+            sums_tested += [0.0] * more
+            sums_accepted += [0.0] * more
+        for i in range(min(positions, len(accepted))):
+            # Not in place: compiled, that would be an addition of two objects.
+            sums_tested[i] = sums_tested[i] + unit * tested[i]
+            if count := accepted[i]:
+                sums_accepted[i] = sums_accepted[i] + unit * count
         keep = 1 - rounds / FORGET_ROUNDS
         self.rounds = self.rounds * keep + rounds
         self.since_built += rounds
@@ -195,13 +200,12 @@ class PositionStatistics:
 
 def shrinkage(variances: tuple[float, float] | None) -> float:
     """Return n0: the weight of the class mean, in rounds of a request."""
-    low, high = SHRINKAGE_LIMITS
     if variances is None:
         return DEFAULT_SHRINKAGE
     within, between = variances
-    if between * high <= AUTOCORRELATION * within:
-        return high
-    return max(low, AUTOCORRELATION * within / between)
+    if between * _MOST_SHRINKAGE <= AUTOCORRELATION * within:
+        return _MOST_SHRINKAGE
+    return max(_LEAST_SHRINKAGE, AUTOCORRELATION * within / between)
 
 
 def tokens_per_round(mean: float, n0: float, within: float, rounds: int, emitted: int) -> TokensPerRound:

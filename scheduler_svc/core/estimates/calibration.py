@@ -19,34 +19,34 @@ from typing import Any, Final, TypeVar, final
 
 Key = TypeVar("Key")
 
-GUESS_LOG_SPREAD = 0.7
+GUESS_LOG_SPREAD: Final = 0.7
 """Error of a guess (standard deviation of ln(guess/length)) without history: between an optimistic 0.3 and
 the 1.0 and more of real predictors."""
-GUESS_WEIGHT = 8.0
+GUESS_WEIGHT: Final = 8.0
 """Weight of the assumed line, in requests; in the slope, in requests whose ln(length) has a variance of 1."""
-TENANT_WEIGHT = 2.0
+TENANT_WEIGHT: Final = 2.0
 """Weight of the line of a class in that of one of its tenants. Less, because a few tenants whose guesses are
 wrong shift the line of the class by far: with 8, the others' lengths were taken for 14 % longer after 50
 requests each, and the two of ten that lied gained 8 % by that alone. The spread of the class does not count
 at all, but `GUESS_LOG_SPREAD`."""
-GUESS_FORGET = 300.0
-MOST_TENANTS = 512
+GUESS_FORGET: Final = 300.0
+MOST_TENANTS: Final = 512
 """Tenants whose guesses are judged by their own history; and as many pairs of a tenant and a class."""
-MOST_CLASSES = 256
+MOST_CLASSES: Final = 256
 MOST_LINES = 4096
 """Lines that are kept computed."""
-LEAST_LOG_SPREAD = 0.01
-WORTHLESS_SPREAD = 3.0
+LEAST_LOG_SPREAD: Final = 0.01
+WORTHLESS_SPREAD: Final = 3.0
 """Guesses with an error beyond a factor of 20 are not used."""
-_KEEP = 1 - 1 / GUESS_FORGET
-_LEAST_VARIANCE = LEAST_LOG_SPREAD**2
+_KEEP: Final = 1 - 1 / GUESS_FORGET
+_LEAST_VARIANCE: Final = LEAST_LOG_SPREAD**2
 
 
 @final
 class Calibration:
     """The line and the spread: ln(guess) = `offset` + `slope` · ln(length) ± sqrt(`variance`)."""
 
-    __slots__ = ("offset", "slope", "spread", "variance")
+    __slots__ = ("offset", "precision", "slope", "spread", "variance")
 
     def __init__(self, slope: float, offset: float, variance: float) -> None:
         self.slope: Final = slope
@@ -57,6 +57,8 @@ class Calibration:
         is_informative = steep * WORTHLESS_SPREAD > spread
         self.spread: Final = max(LEAST_LOG_SPREAD, spread / steep) if is_informative else math.inf
         """Standard deviation of ln(length) given the guess; infinite where guesses carry no information."""
+        self.precision: Final = self.spread**-2
+        """0 where guesses carry no information."""
 
     def log_length(self, guess: float) -> float:
         """Return ln(length) for a guess; valid only where `spread` is finite."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
-ROUND_FORGET = 2000.0
-BATCH_FORGET = 200.0
-REFIT_EVERY = 16
+ROUND_FORGET: Final = 2000.0
+BATCH_FORGET: Final = 200.0
+REFIT_EVERY: Final = 16
 """Rounds between two fits. Ranks use the fit, not the sums."""
-ENOUGH_ROUNDS = 20.0
-OUTLIER = 4.0
+ENOUGH_ROUNDS: Final = 20.0
+OUTLIER: Final = 4.0
 """A round that took this many times what was expected (a compilation, a stall) counts as that many times."""
-LEAST_ROUND_S = 1e-4
+LEAST_ROUND_S: Final = 1e-4
 """Lower bound of an expected round, in seconds, so that an estimate that fell to 0 can recover."""
-BATCH_UNIT, TOKEN_UNIT, CONTEXT_UNIT = 8.0, 32.0, 4096.0
+BATCH_UNIT: Final = 8.0
+TOKEN_UNIT: Final = 32.0
+CONTEXT_UNIT: Final = 4096.0
 """Units of sequences, verified tokens and context tokens in the regression, which give its terms similar
 sizes."""
 ROUND_PRIOR = (0.03, 0.001, 0.003, 0.001)
@@ -24,15 +27,15 @@ ROUND_PRIOR_WEIGHT = (0.05, 0.2, 0.2, 0.5)
 that the rounds do not separate: fixed and per-sequence cost with a single batch size, sequences and tokens
 with a single draft length."""
 TERMS = len(ROUND_PRIOR)
-PREFILL_PRIOR_S = 1e-4
-PREFILL_PRIOR_TOKENS = 200.0
-PREFILL_FORGET = 500.0
-SWAP_SHARE = 0.25
+PREFILL_PRIOR_S: Final = 1e-4
+PREFILL_PRIOR_TOKENS: Final = 200.0
+PREFILL_FORGET: Final = 500.0
+SWAP_SHARE: Final = 0.25
 """Assumed cost of moving a context between device and host, as a share of computing it again (0.02 and 0.09
 ms a token), until swaps were observed. Our choice."""
-SWAP_PRIOR_TOKENS = 500.0
-SWAP_FORGET = 200.0
-LEAST_TOKEN_S = 1e-12
+SWAP_PRIOR_TOKENS: Final = 500.0
+SWAP_FORGET: Final = 200.0
+LEAST_TOKEN_S: Final = 1e-12
 """Lower bound of the estimated cost of a token, in seconds."""
 
 _Vector = tuple[float, float, float, float]

@@ -17,14 +17,17 @@ from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import Basis
 
-MOST_RATIO = 1024.0
+MOST_RATIO: Final = 1024.0
 """Ratios of actual to predicted service are limited to 1/MOST_RATIO … MOST_RATIO."""
-BINS_PER_OCTAVE = 8
-SETTLED_ROUNDS = 32
+BINS_PER_OCTAVE: Final = 8
+SETTLED_ROUNDS: Final = 32
 
 
 class Moment(enum.StrEnum):
     """When an estimate was made."""
+
+    # Looked up for each request of each round; the hash of an enum's member is a function in Python.
+    __hash__ = str.__hash__
 
     ARRIVAL = "arrival"
     FIRST_ROUND = "first_round"
@@ -33,6 +36,9 @@ class Moment(enum.StrEnum):
     """The first time that its policy called the request perceptible, as of its arrival or of a round."""
     SETTLED = "round_32"
     """After `SETTLED_ROUNDS` rounds: the estimate depends on its own acceptance."""
+
+
+ALL_MOMENTS: Final = len(Moment)
 
 
 @final
@@ -74,7 +80,7 @@ class Judged:
     """Whether they lay in the interval that was reported with the estimate."""
 
 
-_OCTAVES = int(math.log2(MOST_RATIO))
+_OCTAVES: Final = int(math.log2(MOST_RATIO))
 
 
 @dataclass(slots=True)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from functools import cache
 from statistics import NormalDist
-from typing import final
+from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.calibration import Calibration
 from scheduler_svc.core.estimates.lengths import (
+    ABOVE_HIGH,
+    ABOVE_LOW,
     BINS,
-    CREDIBLE,
     EDGES,
     LOG_BIN,
     LengthTable,
@@ -27,20 +28,20 @@ from scheduler_svc.core.estimates.lengths import (
     chance_above,
 )
 
-REACH = 5.0
+REACH: Final = 5.0
 """Distance from a guess within which lengths are considered, in spreads."""
-CELLS_PER_SPREAD = 8
+CELLS_PER_SPREAD: Final = 8
 """Cells per spread of a guess. Guesses are rounded to cells, at least this much finer than their own error;
 guesses of one cell share a computed distribution."""
-MOST_CELLS = 128
+MOST_CELLS: Final = 128
 """Distributions kept at a time, for one class and kind of guess: clients choose their guesses, and must not
 grow the memory."""
-LEAST_MASS = 1e-9
+LEAST_MASS: Final = 1e-9
 """Share of the lengths that a bin has at least: a guess can always be right."""
-SPREAD_STEP = math.log(1.05)
+SPREAD_STEP: Final = math.log(1.05)
 """Spreads are rounded to steps of 5 %, so that tenants whose guesses are about as good share a computed
 distribution."""
-_below = NormalDist().inv_cdf
+_below: Final = NormalDist().inv_cdf
 
 
 def rounded_spread(spread: float) -> float:
@@ -161,8 +162,8 @@ class _Likely:
         else:
             beyond, beyond_moment = self._beyond(most)
             mean = (self._whole * (moment - beyond_moment) + most * beyond) / tail - emitted
-        low = self._length_at(tail * (1 - CREDIBLE[0])) - emitted
-        high = self._length_at(tail * (1 - CREDIBLE[1])) - emitted
+        low = self._length_at(tail * ABOVE_LOW) - emitted
+        high = self._length_at(tail * ABOVE_HIGH) - emitted
         return bounded(mean, low, high, most - emitted, basis)
 
     def _mass(self, from_last: int) -> float:

@@ -16,36 +16,39 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final, final
 
-from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.basis import BY_CLASS, Basis
 
-DEFAULT_LOG_MEAN = math.log(150)
-DEFAULT_LOG_SPREAD = 1.0
+DEFAULT_LOG_MEAN: Final = math.log(150)
+DEFAULT_LOG_SPREAD: Final = 1.0
 """Output lengths with no history: chat-like, lognormal(ln 150, 1.0). Our choice."""
-SHAPE_PRIOR = 2.0
+SHAPE_PRIOR: Final = 2.0
 """Weight, in requests, of the lengths of all classes (for those: of the default) in the mean and spread of
 ln(length) of one class."""
-SHAPE_WEIGHT = 30.0
+SHAPE_WEIGHT: Final = 30.0
 """Weight, in requests, of a lognormal of that mean and spread in the histogram: a few requests are enough to
 learn two numbers, 150 bins take hundreds. Our choice."""
-FIT_STEPS = 4
+FIT_STEPS: Final = 4
 """Steps of expectation and maximization for the mean and spread of a class with cut requests. Our choice: where
 half of 3,000 requests were cut at one limit, the mean of ln(length) was right to 0.15 after four."""
-LEAST_LOG_SPREAD = 0.03
+LEAST_LOG_SPREAD: Final = 0.03
 """Least spread of that lognormal: a third of a bin."""
-FORGET_REQUESTS = 1000.0
+FORGET_REQUESTS: Final = 1000.0
 CREDIBLE = (0.1, 0.9)
 """The interval that estimates report."""
-BIN_RATIO = 1.1
-LOG_BIN = math.log(BIN_RATIO)
-BINS = 150
+ABOVE_LOW: Final = 1 - CREDIBLE[0]
+ABOVE_HIGH: Final = 1 - CREDIBLE[1]
+"""Shares of the lengths that lie above its ends."""
+BIN_RATIO: Final = 1.1
+LOG_BIN: Final = math.log(BIN_RATIO)
+BINS: Final = 150
 EDGES: Final = [0.0, *(BIN_RATIO**i for i in range(BINS))]
 """Bin i holds the lengths in (edge i, edge i+1]."""
-_MIDDLES = [(low + high) / 2 for low, high in pairwise(EDGES)]
-_LOG_MIDDLES = [math.log(max(1.0, middle)) for middle in _MIDDLES]
-_KEEP = 1 - 1 / FORGET_REQUESTS
-_LARGEST_UNIT = 1e9
-_ROOT_HALF = math.sqrt(0.5)
-_NOTHING = 1e-9
+_MIDDLES: Final = [(low + high) / 2 for low, high in pairwise(EDGES)]
+_LOG_MIDDLES: Final = [math.log(max(1.0, middle)) for middle in _MIDDLES]
+_KEEP: Final = 1 - 1 / FORGET_REQUESTS
+_LARGEST_UNIT: Final = 1e9
+_ROOT_HALF: Final = math.sqrt(0.5)
+_NOTHING: Final = 1e-9
 """A tail thinner than this has no information about the lengths beyond."""
 
 
@@ -66,9 +69,12 @@ class TokensLeft:
         self.basis = basis
 
 
+_erfc: Final = math.erfc  # compiled, such a name costs no look-up
+
+
 def chance_above(z: float) -> float:
     """Return the probability of more than z standard deviations above the mean of a normal distribution."""
-    return 0.5 * math.erfc(z * _ROOT_HALF)
+    return 0.5 * _erfc(z * _ROOT_HALF)
 
 
 def _lognormal_masses(log_mean: float, log_spread: float) -> list[float]:
@@ -116,7 +122,7 @@ def _sums_from(values: list[float]) -> list[float]:
     return [*accumulate(reversed(values), initial=0.0)][::-1]
 
 
-DEFAULT_MASSES = _lognormal_masses(DEFAULT_LOG_MEAN, DEFAULT_LOG_SPREAD)
+DEFAULT_MASSES: Final = _lognormal_masses(DEFAULT_LOG_MEAN, DEFAULT_LOG_SPREAD)
 
 
 class LengthTable:
@@ -241,15 +247,16 @@ class LengthTable:
         """Compute the ends of the credible interval at each edge, for requests that have emitted that many
         tokens.
         """
-        self._low = _exceeded_by(1 - CREDIBLE[0], self._tail)
-        self._high = _exceeded_by(1 - CREDIBLE[1], self._tail)
+        self._low = _exceeded_by(ABOVE_LOW, self._tail)
+        self._high = _exceeded_by(ABOVE_HIGH, self._tail)
 
     def _beyond(self, length: int, i: int) -> tuple[float, float]:
         """Return the share of the lengths beyond `length`, which is in bin i, and share × length over them;
         flat inside a bin.
         """
-        inside = self._masses[i] * (EDGES[i + 1] - length) / (EDGES[i + 1] - EDGES[i])
-        return self._tail[i + 1] + inside, self._moment[i + 1] + inside * (EDGES[i + 1] + length) / 2
+        end = EDGES[i + 1]
+        inside = self._masses[i] * (end - length) / (end - EDGES[i])
+        return self._tail[i + 1] + inside, self._moment[i + 1] + inside * (end + length) / 2
 
     def after(self, emitted: int) -> LengthTable:
         """Return the table of what remains of the requests that are longer than `emitted`, as of the last build."""
@@ -281,13 +288,15 @@ class LengthTable:
         mean = (moment - cut_moment + cut * most) / survivors - emitted
         if not self._low:
             self._build_intervals()
-        part = (emitted - EDGES[i]) / (EDGES[i + 1] - EDGES[i])
-        low = self._low[i] + part * (self._low[i + 1] - self._low[i])
-        high = self._high[i] + part * (self._high[i + 1] - self._high[i])
-        return bounded(mean, low - emitted, high - emitted, most - emitted, Basis.CLASS)
+        start = EDGES[i]
+        part = (emitted - start) / (EDGES[i + 1] - start)
+        low, high = self._low[i], self._high[i]
+        low += part * (self._low[i + 1] - low)
+        high += part * (self._high[i + 1] - high)
+        return bounded(mean, low - emitted, high - emitted, most - emitted, BY_CLASS)
 
 
-_BIN_ABOVE = [bisect_right(EDGES, length) - 1 for length in range(4097)]
+_BIN_ABOVE: Final = [bisect_right(EDGES, length) - 1 for length in range(4097)]
 
 
 def _bin_above(length: int) -> int:
@@ -314,15 +323,14 @@ def _exceeded_by(share: float, tail: list[float]) -> list[float]:
 def _lindy(emitted: int, most: int) -> TokensLeft:
     """Return an estimate for a request longer than all observed ones: half of its length so far."""
     guess = max(1.0, emitted / 2)
-    return bounded(guess, guess / 10, guess * 10, most - emitted, Basis.CLASS)
+    return bounded(guess, guess / 10, guess * 10, most - emitted, BY_CLASS)
 
 
 def bounded(mean: float, low: float, high: float, most: int, basis: Basis) -> TokensLeft:
     """Return the estimate within bounds: an unfinished request has at least one token left, at most what its
     limit allows.
     """
-    # Without min and max: this is part of every rank.
-    bound = most if most > 1.0 else 1.0
+    bound = float(most) if most > 1 else 1.0
     mean = bound if mean > bound else mean if mean > 1.0 else 1.0
     low = mean if low > mean else low if low > 1.0 else 1.0
     high = bound if high > bound else high

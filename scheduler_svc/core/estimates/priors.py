@@ -23,7 +23,7 @@ from scheduler_svc.core.estimates.acceptance import (
     shrinkage,
     tokens_per_round,
 )
-from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.basis import BY_CLASS, Basis
 from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, GuessSource
 from scheduler_svc.core.estimates.cost import CostModel
 from scheduler_svc.core.estimates.guesses import GuessedLengths
@@ -39,19 +39,19 @@ from scheduler_svc.core.estimates.sources import (
     stages_to_list,
 )
 
-FORMAT = 5
+FORMAT: Final = 5
 READABLE_FORMATS = (2, 3, 4, 5)
 """Formats that can be read. Priors of earlier builds are used, except the errors of guesses in formats 2 and
 3, which have no slope, and of workers' predictions before 5, which have no stages. Up to format 4 the lengths of
 cut requests are among those of the others."""
-COST_CHANGE = 0.05
-ENOUGH_ROUNDS = 50.0
+COST_CHANGE: Final = 0.05
+ENOUGH_ROUNDS: Final = 50.0
 """Rounds of a class before its means are carried from one draft length to another."""
-MAX_CLASSES = 256
+MAX_CLASSES: Final = 256
 """Bound on classes: clients name them, and they must not grow the memory. A further class replaces the class
 with the oldest last end of a request, among the classes of the tenant that has brought the most: one tenant's
 classes do not drive out those of others."""
-MOST_RESIDUALS = 32
+MOST_RESIDUALS: Final = 32
 """Tables of the remaining length, one per number of tokens so far, that a class keeps."""
 
 
@@ -181,21 +181,21 @@ class Priors:
     ) -> TokensLeft:
         """Each guess is a measurement of ln(length), and their errors are taken to be independent."""
         own = self._of(workload_class)
-        basis = Basis.CLASS
+        basis = BY_CLASS
         precision = weighted = 0.0
         if guesses.client is not None:
             line = self._hints.line(tenant, workload_class)
             if line.spread < math.inf:
                 basis = Basis.CLIENT
-                precision = line.spread**-2
+                precision = line.precision
                 weighted = precision * line.log_length(guesses.client)
         if guesses.prompt is not None:
             line = self._predictions.line(tenant, workload_class)
             if line.spread < math.inf:
-                basis = Basis.PROMPT if basis is Basis.CLASS else Basis.CLIENT_AND_PROMPT
-                precision += line.spread**-2
-                weighted += line.spread**-2 * line.log_length(guesses.prompt)
-        if basis is Basis.CLASS:
+                basis = Basis.PROMPT if basis is BY_CLASS else Basis.CLIENT_AND_PROMPT
+                precision += line.precision
+                weighted += line.precision * line.log_length(guesses.prompt)
+        if basis is BY_CLASS:
             return own.lengths.left(emitted, most)
         return own.guessed.near(weighted / precision, precision**-0.5, emitted, most, basis)
 

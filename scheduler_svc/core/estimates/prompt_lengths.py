@@ -30,37 +30,37 @@ from typing import Any, Final, final
 from laps_sd.contract.length_features import FEATURES, unpacked
 from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN, chance_above
 
-WEIGHT_VARIANCE = 1.0
+WEIGHT_VARIANCE: Final = 1.0
 """Variance of a weight that nothing is known of."""
-ERROR_VARIANCE = 0.7
+ERROR_VARIANCE: Final = 0.7
 """Variance of ln(length) that no prompt gives away. Between 0.3 and 1.4 predictions are as good."""
-LOCATION_VARIANCE = 0.5
+LOCATION_VARIANCE: Final = 0.5
 """Variance of the location of a class or a tenant among the others."""
-START_VARIANCE = 0.25
+START_VARIANCE: Final = 0.25
 """Variance of the factor of the start weights, around 1."""
-MOST_ERROR = 2.1
+MOST_ERROR: Final = 2.1
 """Errors of ln(length) are limited to this before anything is learned from them: 2.5 standard deviations."""
-LEAST_VARIANCE = 0.002
+LEAST_VARIANCE: Final = 0.002
 """Locations, the factor and weights remain movable, so that they follow a drift of the traffic."""
-LOSS_WEIGHT = 0.7
+LOSS_WEIGHT: Final = 0.7
 """Share of a difference in loss (squared error over its variance) that counts in the mean of the two sums."""
 LOSS_KEEP: Final = 1 - 1 / 300
 """Losses are forgotten over this many requests."""
-MOST_CLASSES = 256
-MOST_TENANTS = 512
-LEARNED_ENOUGH = 20.0
+MOST_CLASSES: Final = 256
+MOST_TENANTS: Final = 512
+LEARNED_ENOUGH: Final = 20.0
 """Requests before predictions are made."""
-SAVED_PER_LEARNED = 0.02
-FEWEST_BETWEEN = 20.0
+SAVED_PER_LEARNED: Final = 0.02
+FEWEST_BETWEEN: Final = 20.0
 """Weights are encoded for the record again when they have learned from this share of requests more, and from so
 many: a reader of two copies sees the words of all these together, not of one. Our choice."""
-LONGEST_LOG = math.log(1e7)
-_WEIGHT_STEP = 1 / 48
+LONGEST_LOG: Final = math.log(1e7)
+_WEIGHT_STEP: Final = 1 / 48
 """Weights are saved in a byte each, in these steps."""
-_VARIANCE_STEPS = 24.0
+_VARIANCE_STEPS: Final = 24.0
 """Variances are saved in a byte each, in this many steps per factor of e."""
-_ROOT_TWO_PI = math.sqrt(2 * math.pi)
-FORMAT = 1
+_ROOT_TWO_PI: Final = math.sqrt(2 * math.pi)
+FORMAT: Final = 1
 
 
 @final

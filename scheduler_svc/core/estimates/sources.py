@@ -14,9 +14,9 @@ from typing import Any, Final, final
 
 from scheduler_svc.core.estimates.calibration import GuessHistory
 
-STAGES = 7
+STAGES: Final = 7
 """Stages of a request: before its first token, from 1, 4, 16, 64, 256 and 1024 tokens on. Our choice."""
-ENOUGH_PREDICTIONS = 8.0
+ENOUGH_PREDICTIONS: Final = 8.0
 """Ended requests with a prediction of a stage before predictions of that stage are used. Our choice."""
 ERROR_KEEP: Final = 1 - 1 / 300
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.estimates.cost import ENOUGH_ROUNDS, OUTLIER
@@ -12,12 +14,12 @@ from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
-OF_LATE = 0.02
+OF_LATE: Final = 0.02
 """Weight of the newest round in a worker's recent figures."""
-SLOWNESS_STEP = 0.10
+SLOWNESS_STEP: Final = 0.10
 """Change of a worker's recent slowness, as a share, that placement takes notice of. Our choice: rounds of equal
 workers differ by less in the mean, and one outlier changes it by less."""
-OWN_ENDS = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
+OWN_ENDS: Final = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
 """Ends that are observations of the length of a class: the length itself, and with LENGTH a lower bound. The
 others cut a request short."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laps_sd.contract.choose import Residency
+from laps_sd.contract.choose import ON_DEVICE, Residency
 from scheduler_svc.core.commands import Commit, StoryLine
 from scheduler_svc.core.events import Progress, RoundReported
 from scheduler_svc.core.handlers.deaths import Deaths
@@ -148,7 +148,7 @@ class Rounds:
         tokens = self._count(progress, request, ledger)
         if progress.end is None:
             level = request.rank.level
-            self._reside(request, Residency.DEVICE, ledger)
+            self._reside(request, ON_DEVICE, ledger)
             request.remember_estimate()
             if not progress.recorded:
                 ledger.write(_commit(progress, request, position, tokens, ()))
@@ -192,7 +192,7 @@ class Rounds:
         return tokens
 
     def _moved_memory(self, request: Request, residency: Residency, worker: Worker, ledger: Ledger) -> None:
-        paused = request.running and residency is not Residency.DEVICE
+        paused = request.running and residency is not ON_DEVICE
         if paused:
             self._pause(request, worker, NO_BLOCKS, ledger)
         level = request.rank.level

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from laps_sd.contract.choose import HYSTERESIS, Residency
+from laps_sd.contract.choose import HYSTERESIS, ON_DEVICE, ON_HOST
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.lengths import TokensLeft
 from scheduler_svc.core.estimates.priors import Priors
@@ -22,16 +22,16 @@ from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 
-STEADY_S = 1e4
+STEADY_S: Final = 1e4
 """Added to an index by policies that preempt between levels only. `laps_sd.contract.choose` lets a waiting
 request displace a running one of its own class when its index is smaller by a tenth; with this in both, no
 difference below a thousand seconds is a tenth."""
-STEP = math.log(1 + HYSTERESIS)
+STEP: Final = math.log(1 + HYSTERESIS)
 """Width of a step of the index, as a difference of logarithms. Our choice: steps of 5 % and 10 % make no
 difference, except that more requests are alike with 10 %."""
-LEAST_COST_S = 1e-9
+LEAST_COST_S: Final = 1e-9
 """Costs below this are one step; a worker may report rounds that took no time. In seconds."""
-ARRIVAL_S = 1e-11
+ARRIVAL_S: Final = 1e-11
 """Index per arrival: the older one first among equals, too little to count otherwise."""
 
 
@@ -110,7 +110,7 @@ def estimate(
     """
     decoding_s = left.mean * (priors.cost.share_s(request.context_tokens + left.mean / 2) / pace)
     resume_s = resume_cost_s(request, priors)
-    setup_s = 0.0 if request.residency is Residency.DEVICE else resume_s
+    setup_s = 0.0 if request.residency is ON_DEVICE else resume_s
     remaining = Remaining(
         decoding_s + setup_s,
         decoding_s * low + setup_s,
@@ -161,9 +161,9 @@ def resume_cost_s(request: Request, priors: Priors) -> float:
     """Return the machine seconds to take it up from where its KV lies; from the device, to compute it again
     if it were evicted.
     """
-    if request.residency is Residency.HOST:
+    if request.residency is ON_HOST:
         return priors.cost.swap_in_s(request.context_tokens)
-    if request.residency is Residency.NONE:
+    if request.residency is not ON_DEVICE:
         return priors.cost.prefill_share_s(request.context_tokens - request.cached_tokens)
     return priors.cost.prefill_share_s(request.context_tokens)
 
@@ -175,7 +175,7 @@ def index_in_steps_s(request: Request, found: Estimate) -> float:
     A difference that may not displace a running request is too small to overtake a waiting one. Among
     requests of one step the order of arrival is the best one: it has the shortest longest wait.
     """
-    setup_s = 0.0 if request.residency is Residency.DEVICE else found.resume_s
+    setup_s = 0.0 if request.residency is ON_DEVICE else found.resume_s
     cost_s = found.decoding_s + setup_s
     step = math.ceil(math.log(cost_s if cost_s > LEAST_COST_S else LEAST_COST_S) / STEP)
     return math.exp(step * STEP) - setup_s + arrival_s(request)

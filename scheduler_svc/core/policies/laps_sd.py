@@ -23,7 +23,7 @@ those below are our choice:
 
 from __future__ import annotations
 
-from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.basis import BY_CLASS
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import (
     Levels,
@@ -71,7 +71,7 @@ class LapsSd(Policy):
         known_s, before = self.settings.level_base_s, request.rank_before
         if before is not None and before.perceptible:
             known_s += request.attained_s
-        of_class = remaining.basis is Basis.CLASS
+        of_class = remaining.basis is BY_CLASS
         spread = self.settings.perceptible_spread if of_class else self.settings.predicted_spread
         return remaining.high_s + known_s <= spread * (remaining.low_s + known_s)
 

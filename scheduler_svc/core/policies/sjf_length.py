@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laps_sd.contract.choose import Residency
+from laps_sd.contract.choose import ON_DEVICE
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, estimate_by_length, rank_key
 from scheduler_svc.core.rank import RankKey
@@ -19,5 +19,5 @@ class SjfLength(Policy):
         KV, by the remaining ones.
         """
         found = estimate_by_length(request, priors)
-        begun = request.residency is Residency.DEVICE
+        begun = request.residency is ON_DEVICE
         return rank_key(request, found, 0.0 if begun else found.decoding_s, counts_resuming=True, pinned=True)

@@ -5,40 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from laps_sd.contract.choose import Residency
+from laps_sd.contract.choose import ON_DEVICE, Residency
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS
 from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
-from scheduler_svc.core.estimates.errors import SETTLED_ROUNDS, KeptEstimate, Moment
+from scheduler_svc.core.estimates.errors import ALL_MOMENTS, SETTLED_ROUNDS, KeptEstimate, Moment
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey
 from scheduler_svc.core.state.tenants import Account
 
-STABLE_ROUNDS = 8
+STABLE_ROUNDS: Final = 8
 """Rounds of running acceptance that are remembered, for `policies/laps_sd_paper.py`. Our choice."""
-MAX_STORY_LINES = 64
-STORY_HEAD = 8
+MAX_STORY_LINES: Final = 64
+STORY_HEAD: Final = 8
 """Lines from the beginning that a long story keeps; after them one line replaces the oldest others."""
-LEFT_OUT = "left_out"
+LEFT_OUT: Final = "left_out"
 """The event name (`what`) of that line."""
 
-ALONE_AFTER = 2
+ALONE_AFTER: Final = 2
 """Deaths of workers after which a request runs alone: one is an accident, two may be its doing. Our choice,
 like the next two."""
-MOST_DEATHS = 5
+MOST_DEATHS: Final = 5
 """Deaths after which it is ended, including those while it shared a worker. So three workers must die that
 ran nothing else: an operator, or the owner of a spot node, who happens to kill four in a row ends no request.
 With 4, random faults that killed a worker every two seconds ended 2 innocent requests of 9,894."""
-SURVIVED_ROUNDS = 8
+SURVIVED_ROUNDS: Final = 8
 """Rounds with tokens after the last death that clear a request: more than the one or two that a dying worker
 does not report, so that a request that always kills at the same token is not cleared before that token."""
-QUIET_S = 3.0
+QUIET_S: Final = 3.0
 """Time that a worker is kept empty between a request that is not known to be harmless and one that runs
 alone, in seconds: the time of a Drop on its way, of the round that runs when it arrives, and until a death in
 that round is noticed (`LAPS_SD_WORKER_GRACE_S`). Where these take longer a death may count for the wrong
 request; two in a row are unlikely. Our choice."""
 
-_PERCEPTIBLE: Final = Moment.PERCEPTIBLE  # compiled, such a name costs no look-up
+_FIRST_ROUND: Final = Moment.FIRST_ROUND  # compiled, such a name costs no look-up
+_PERCEPTIBLE: Final = Moment.PERCEPTIBLE
+_SETTLED: Final = Moment.SETTLED
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +203,7 @@ class Request:
         self.entry = None
         account = self.account
         rank_class = rank.rank_class if account is None or not account.ahead else rank.rank_class | AHEAD
-        cost = rank.index_s if self.residency is Residency.DEVICE else rank.index_s + rank.resume_cost_s
+        cost = rank.index_s if self.residency is ON_DEVICE else rank.index_s + rank.resume_cost_s
         self.order_key = (rank_class, cost, self.facts.request_id)
 
     def speculated(self, drafts: int, drafted: int, accepted: int, remember: bool) -> None:
@@ -219,14 +221,14 @@ class Request:
     def remember_estimate(self) -> None:
         """Keep the remaining service estimated in its rank, if this is a moment to be judged."""
         kept = self.kept_estimates
-        if kept is None:
+        if kept is None or len(kept) == ALL_MOMENTS:
             return
         if not kept:
             kept[Moment.ARRIVAL] = self._estimate()
-        elif self.rounds >= 1 and Moment.FIRST_ROUND not in kept:
-            kept[Moment.FIRST_ROUND] = self._estimate()
-        elif self.rounds >= SETTLED_ROUNDS and Moment.SETTLED not in kept:
-            kept[Moment.SETTLED] = self._estimate()
+        elif self.rounds >= 1 and _FIRST_ROUND not in kept:
+            kept[_FIRST_ROUND] = self._estimate()
+        elif self.rounds >= SETTLED_ROUNDS and _SETTLED not in kept:
+            kept[_SETTLED] = self._estimate()
         if self.rank.perceptible and _PERCEPTIBLE not in kept:
             kept[_PERCEPTIBLE] = self._estimate()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.state.request import Request, order_key_of
 
-MOST_TAKEN_OFF = 256
+MOST_TAKEN_OFF: Final = 256
 """Requests remembered after they left a worker: more than it can have in one batch. Our choice."""
-STUCK_REPORTS = 2
+STUCK_REPORTS: Final = 2
 """Reports in which a worker with slots for all must have left a request out before it counts as short of
 memory; one may come between the lease and the first round.
 """
