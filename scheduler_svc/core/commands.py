@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from laps_sd.contract.ends import End
+from scheduler_svc.core.native import mypyc_attr
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Standing:
@@ -55,6 +57,7 @@ class Standing:
         self.score = score
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Commit:
@@ -106,6 +109,7 @@ class Finish:
     story: tuple[StoryLine, ...]
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Lease:
@@ -126,6 +130,7 @@ class Lease:
         self.lease_epoch = lease_epoch
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Release:
@@ -150,6 +155,7 @@ class Release:
         self.death_round = death_round
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Rank:
@@ -173,6 +179,7 @@ class Rank:
         self.preemptions = preemptions
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class AssignEntry:
@@ -229,6 +236,7 @@ class Drained:
     worker_id: str
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class StoryLine:

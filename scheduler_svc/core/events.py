@@ -7,8 +7,10 @@ from typing import Final, final
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from scheduler_svc.core.native import mypyc_attr
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """Facts of a request from its submission. They never change."""
@@ -132,6 +134,7 @@ class WorkerDraining:
     worker_id: str
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Merged:
@@ -150,6 +153,7 @@ class Merged:
         self.token_squares = token_squares
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Progress:
@@ -238,6 +242,7 @@ class Progress:
         return self.merged.token_squares if self.merged is not None else new * new
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class ResidencyChange:

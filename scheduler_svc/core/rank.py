@@ -13,6 +13,7 @@ from math import inf
 from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.native import mypyc_attr
 
 MAX_LEVELS: Final = 32
 """Levels are numbered 0 … MAX_LEVELS − 1: five bits of a rank's class."""
@@ -41,6 +42,7 @@ def last_of_class(key: OrderKey) -> OrderKey:
     return (key[0] | (MAX_LEVELS - 1), inf, "")
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Remaining:
@@ -74,6 +76,7 @@ class Remaining:
         self.note = note
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class RankKey:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Final, final
 
+from scheduler_svc.core.native import mypyc_attr
+
 DEFAULT_TOKENS_PER_ROUND: Final = 2.0
 """Without any history. Any value serves, because only differences between requests change an order."""
 DEFAULT_SHRINKAGE: Final = 20.0
@@ -44,6 +46,7 @@ REBUILD_ROUNDS: Final = 64.0
 _LARGEST_UNIT: Final = 1e6
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 @final
 @dataclass(slots=True)
 class TokensPerRound:

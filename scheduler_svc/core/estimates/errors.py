@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.native import mypyc_attr
 
 MOST_RATIO: Final = 1024.0
 """Ratios of actual to predicted service are limited to 1/MOST_RATIO … MOST_RATIO."""
@@ -41,6 +42,7 @@ class Moment(enum.StrEnum):
 ALL_MOMENTS: Final = len(Moment)
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class KeptEstimate:

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import BY_CLASS, Basis
+from scheduler_svc.core.native import mypyc_attr
 
 DEFAULT_LOG_MEAN: Final = math.log(150)
 DEFAULT_LOG_SPREAD: Final = 1.0
@@ -52,6 +53,7 @@ _NOTHING: Final = 1e-9
 """A tail thinner than this has no information about the lengths beyond."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 @final
 @dataclass(slots=True)
 class TokensLeft:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
 from scheduler_svc.core.estimates.calibration import GuessHistory
+from scheduler_svc.core.native import mypyc_attr
 
 STAGES: Final = 7
 """Stages of a request: before its first token, from 1, 4, 16, 64, 256 and 1024 tokens on. Our choice."""
@@ -26,6 +27,7 @@ def stage_of(emitted: int) -> int:
     return min((emitted.bit_length() + 1) // 2, STAGES - 1)
 
 
+@mypyc_attr(acyclic=True)
 @final
 class Prediction:
     """A worker's prediction of what remains, and the estimates with and without it at that moment."""
@@ -41,6 +43,7 @@ class Prediction:
         """Expected tokens that remain; 0 until they are known."""
 
 
+@mypyc_attr(acyclic=True)
 @final
 @dataclass(slots=True)
 class Guesses:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from heapq import nlargest
 
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.interpreted import mypyc_attr
+from scheduler_svc.core.native import mypyc_attr
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker

@@ -17,7 +17,7 @@ from laps_sd.contract.choose import HYSTERESIS, ON_DEVICE, ON_HOST
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.lengths import TokensLeft
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.interpreted import mypyc_attr
+from scheduler_svc.core.native import mypyc_attr
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
@@ -62,6 +62,7 @@ class Policy(ABC):
         return f"about {request.rank.remaining.mean_s:.3g} s left{level}"
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 @final
 @dataclass(slots=True)
 class Estimate:

@@ -11,6 +11,7 @@ from scheduler_svc.core.commands import AssignEntry, Standing, StoryLine
 from scheduler_svc.core.estimates.errors import ALL_MOMENTS, SETTLED_ROUNDS, KeptEstimate, Moment
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
+from scheduler_svc.core.native import mypyc_attr
 from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey
 from scheduler_svc.core.state.tenants import Account
 
@@ -43,6 +44,7 @@ _PERCEPTIBLE: Final = Moment.PERCEPTIBLE
 _SETTLED: Final = Moment.SETTLED
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(slots=True, eq=False)
 class Request:
     """Mutable; only the scheduler changes it. `worker` is None exactly while it is queued."""
