@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, final
 
 
 class Residency(enum.IntEnum):
@@ -41,30 +41,59 @@ ON_DEVICE: Final = Residency.DEVICE
 """Compiled, such a name costs no look-up; so what compares them for each request of each round uses these."""
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Candidate:
-    """One entry of the assignment, joined with the worker's own state of the request."""
+    """One entry of the assignment, joined with the worker's own state of the request. Its constructor is written
+    out, since one is made for each listed request of each round: compiled, it then costs a tenth.
+    """
 
-    request_id: str
-    rank_class: int
+    request_id: Final[str]
+    rank_class: Final[int]
     """Precedence above the index (priority, tenant deficit, level packed into one number); smaller runs
     first."""
-    index_s: float
+    index_s: Final[float]
     """Position in the class: remaining machine seconds, or the sort key of the policy; smaller runs first."""
-    resume_cost_s: float
+    resume_cost_s: Final[float]
     """Machine seconds to resume it (prefill, swap in) if it is not on the device."""
-    reserved: bool
+    reserved: Final[bool]
     """True for one of the oldest requests of the shard: it may use the reserved share."""
-    pinned: bool
+    pinned: Final[bool]
     """True if it is never paused once it runs (policies without preemption)."""
-    running: bool
+    running: Final[bool]
     """True if it took part in the previous round."""
-    residency: Residency
-    tokens: int
+    residency: Final[Residency]
+    tokens: Final[int]
     """Present context length: prompt and outputs."""
-    target_blocks: int
+    target_blocks: Final[int]
     """KV blocks of the target pool that it holds on the device."""
-    draft_blocks: int
+    draft_blocks: Final[int]
+
+    def __init__(
+        self,
+        request_id: str,
+        rank_class: int,
+        index_s: float,
+        resume_cost_s: float,
+        reserved: bool,
+        pinned: bool,
+        running: bool,
+        residency: Residency,
+        tokens: int,
+        target_blocks: int,
+        draft_blocks: int,
+    ) -> None:
+        self.request_id = request_id
+        self.rank_class = rank_class
+        self.index_s = index_s
+        self.resume_cost_s = resume_cost_s
+        self.reserved = reserved
+        self.pinned = pinned
+        self.running = running
+        self.residency = residency
+        self.tokens = tokens
+        self.target_blocks = target_blocks
+        self.draft_blocks = draft_blocks
 
 
 class ReserveClock(NamedTuple):

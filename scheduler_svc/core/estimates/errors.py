@@ -70,16 +70,24 @@ class KeptEstimate:
         self.basis = basis
 
 
-@dataclass(frozen=True, slots=True)
+@mypyc_attr(acyclic=True)
+@final
+@dataclass(slots=True)
 class Judged:
     """One estimate of a request that has ended."""
 
-    moment: Moment
-    basis: Basis
-    ratio: float
+    moment: Final[Moment]
+    basis: Final[Basis]
+    ratio: Final[float]
     """Machine seconds charged after the moment, over those that were predicted."""
-    covered: bool
+    covered: Final[bool]
     """Whether they lay in the interval that was reported with the estimate."""
+
+    def __init__(self, moment: Moment, basis: Basis, ratio: float, covered: bool) -> None:
+        self.moment = moment
+        self.basis = basis
+        self.ratio = ratio
+        self.covered = covered
 
 
 _OCTAVES: Final = int(math.log2(MOST_RATIO))
@@ -155,7 +163,9 @@ class EstimateErrors:
     def judge(self, said: dict[Moment, KeptEstimate], attained_s: float) -> None:
         """Judge the estimates of a request that ended by itself after `attained_s` machine seconds."""
         for moment, estimate in said.items():
-            summary = self.by.setdefault((moment, estimate.basis), ErrorSummary())
+            summary = self.by.get((moment, estimate.basis))
+            if summary is None:
+                summary = self.by[moment, estimate.basis] = ErrorSummary()
             actual_s = attained_s - estimate.attained_s
             ratio = summary.add(estimate.remaining_s, actual_s)
             covered = estimate.low_s <= actual_s <= estimate.high_s
