@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from heapq import nlargest
+from typing import Final
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.native import mypyc_attr
@@ -18,7 +19,7 @@ from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
-MOST_COMPARED = 16
+MOST_COMPARED: Final = 16
 """Workers that are compared: so many of the least loaded ones, and so many of those that have most of the prompt. Our
 choice; it bounds the cost of a placement, and the others are rarely better."""
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from laps_sd.contract.prompt_blocks import numbers_of
 
-_PARTS = 8192
+_PARTS: Final = 8192
 """Arrays of names. With a million blocks each holds 120. Empty they take a megabyte."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Final
 
 from laps_sd.contract.prompt_blocks import NAME_BYTES, most_cached
 from scheduler_svc.core.state.block_index import BlockIndex
@@ -11,7 +12,7 @@ from scheduler_svc.core.state.found_tokens import FoundTokens
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.worker import Worker
 
-MOST_CONVERSATIONS = 65_536
+MOST_CONVERSATIONS: Final = 65_536
 """Conversations of which the last worker is remembered, the most recent ones. Our choice."""
 
 
