@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("docs/evidence.md is out of date: run python -m bench.evidence", file=sys.stderr)
         return int(stale)
     for path in draw(results, FIGURES, measured.get("serve")):
-        print(f"{path.relative_to(ROOT)} drawn")
+        print(f"{path} drawn")
     PAGE.write_text(text, encoding="utf-8")
     print(f"docs/evidence.md written from {results.source}")
     return 0

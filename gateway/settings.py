@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from laps_sd.contract.limits import MAX_LOGPROBS
 from laps_sd.service.config import LENGTH_KEY_HELP, field
@@ -25,6 +25,25 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(LinkSettings, ServingSettings):
     """Settings of one gateway process."""
+
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "http_port": "Listening",
+        "drain_s": "Calls and the stop",
+        "max_message_fields": "Limits of a request",
+        "shard": "Shards and model",
+        "trust_tenant_metadata": "Tenants",
+        "log_requests": "Log",
+        "vllm_metrics": "Metrics",
+        "api_keys_file": "Tenants",
+        "unknown_fields": "HTTP",
+        "max_streams": "Limits of a request",
+        "predict_lengths": "Estimates",
+        "share_prompts": "Tenants",
+        "max_draft_tokens": "Limits of a request",
+        "grace_with_key_s": "Waiting and buffers",
+        "heartbeat_s": "Link to the scheduler",
+        "restore_s": "Waiting and buffers",
+    }
 
     grpc_host: str = field("127.0.0.1", help="Address the gRPC server listens on; 0.0.0.0 in a container")
     http_port: int | None = field(
@@ -103,8 +122,8 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     api_keys_file: Path | None = field(
         None,
-        help="File of tenants with the digests of their keys and their limits (TOML, see "
-        "docs/how-to/tenants.md); it is read again when it changes",
+        help="File of tenants with the digests of their keys and their limits (TOML; `laps-sd key` "
+        "prints an entry); it is read again when it changes",
     )
     anonymous: Literal["auto", "yes", "no"] = field(
         "auto",

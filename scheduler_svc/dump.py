@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from laps_sd.service.config import ConfigError, load
-from laps_sd.service.flags import options
+from laps_sd.service.flags import GroupedCommand, options, with_version
 from scheduler_svc.record import open_record
 from scheduler_svc.record_settings import RecordSettings
 from scheduler_svc.store.errors import SchemaMismatch, StoreError
@@ -42,7 +42,8 @@ _COLUMNS = {
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
+@with_version
 @options(RecordSettings)
 def record(
     as_json: Annotated[

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from laps_sd.service.config import Settings, field, without_password
 from scheduler_svc.store.redis_url import parse_redis_url
@@ -13,6 +14,8 @@ from scheduler_svc.store.redis_url import parse_redis_url
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings(Settings):
     """The server of the record, and the shard."""
+
+    GROUPS: ClassVar[Mapping[str, str]] = {"redis_url": "Record"}
 
     redis_url: str = field(
         "redis://127.0.0.1:6379/0",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.serving_settings import ServingSettings
@@ -16,6 +17,17 @@ from scheduler_svc.roles import ClientRoles
 class SchedulerSettings(RecordSettings, ServingSettings):
     """One scheduler: one shard of one pool."""
 
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "redis_wait_replicas": "Record",
+        "pool": "Pool and policy",
+        "client_roles": "Peers",
+        "max_requests": "Limits of the queue",
+        "finished_ttl_s": "Ended requests",
+        "predict_lengths": "Estimates",
+        "log_load_s": "Log",
+        "priors_save_s": "Estimates",
+    }
+
     redis_wait_replicas: int = field(
         0,
         help="Number of replicas that must have a write before it counts (WAIT); with fewer replicas the "
@@ -25,7 +37,7 @@ class SchedulerSettings(RecordSettings, ServingSettings):
     )
     pool: str = field("demo", help="The pool of workers (one model pair) that the shard serves.")
     policy: PolicyName = field(
-        "laps-sd", help="The order of requests; docs/policies.md describes each policy."
+        "laps-sd", help='The order of requests (the page "Policies" of the documentation describes each).'
     )
     perceived_levels: bool = field(
         False,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from laps_sd.service.config import field
 from laps_sd.service.serving_settings import ServingSettings
@@ -19,6 +19,15 @@ __all__ = ["WorkerSettings"]
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(ServingSettings, LinkSettings):
     """One worker: one model pair on one device, in one pool."""
+
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "pool": "Worker",
+        "engine": "Models",
+        "vllm_args": "Engine vllm",
+        "slots": "Size",
+        "max_unacknowledged_tokens": "Link to the scheduler",
+        "fake_time_scale": "Engine fake",
+    }
 
     # -- who it is
     pool: str = field("demo", help="The pool this worker belongs to; a scheduler of another pool refuses it")

@@ -17,24 +17,37 @@ from laps_sd import __version__
 from laps_sd.cli import chat, config, dial, generate, key, operate, up
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import ConfigError
+from laps_sd.service.flags import VersionOption, print_version, with_version
 
 app = typer.Typer(
     name="laps-sd",
-    help="LAPS-SD serves language models with speculative decoding, in order of live acceptance.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("up")(up.up)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("explain")(operate.explain)
-app.command("queue")(operate.queue)
-app.command("workers")(operate.workers)
-app.command("drain")(operate.drain)
-app.command("key")(key.key)
-app.command("config", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    config.config
-)
+
+
+@app.callback(no_args_is_help=True)
+def root(version: VersionOption = False) -> None:
+    """LAPS-SD serves language models with speculative decoding, in order of live acceptance."""
+
+
+FIRST, OPERATE, PROGRAMS = "Start and use", "Look and act", "Single programs"
+"""Titles of the groups of commands in --help."""
+for _name, _command, _title in (
+    ("up", up.up, FIRST),
+    ("generate", generate.generate, FIRST),
+    ("chat", chat.chat, FIRST),
+    ("explain", operate.explain, OPERATE),
+    ("queue", operate.queue, OPERATE),
+    ("workers", operate.workers, OPERATE),
+    ("drain", operate.drain, OPERATE),
+    ("key", key.key, OPERATE),
+):
+    app.command(_name, rich_help_panel=_title)(with_version(_command))
+app.command(
+    "config",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    rich_help_panel=OPERATE,
+)(with_version(config.config))
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The arguments belong to the program that is run, --help included."""
@@ -46,36 +59,38 @@ def _exec(module: str, context: typer.Context, extra: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606  this process becomes it
 
 
-@app.command(context_settings=PASS_ON)
+@app.command(context_settings=PASS_ON, rich_help_panel=PROGRAMS)
 def gateway(context: typer.Context) -> None:
     """Run one gateway. `laps-sd gateway --help` lists its settings."""
     _exec("gateway", context, "gateway")
 
 
-@app.command(context_settings=PASS_ON)
+@app.command(context_settings=PASS_ON, rich_help_panel=PROGRAMS)
 def scheduler(context: typer.Context) -> None:
     """Run one scheduler. `laps-sd scheduler --help` lists its settings."""
     _exec("scheduler_svc", context, "scheduler")
 
 
-@app.command(context_settings=PASS_ON)
+@app.command(context_settings=PASS_ON, rich_help_panel=PROGRAMS)
 def worker(context: typer.Context) -> None:
     """Run one worker. `laps-sd worker --help` lists its settings."""
     _exec("worker_svc", context, "worker")
 
 
-@app.command(context_settings=PASS_ON)
+@app.command(context_settings=PASS_ON, rich_help_panel=PROGRAMS)
 def record(context: typer.Context) -> None:
     """Print the record of a shard from Redis; needs no scheduler. `laps-sd record --help` lists its settings."""
     _exec("scheduler_svc.dump", context, "scheduler")
 
 
-@app.command(context_settings=PASS_ON)
+@app.command(context_settings=PASS_ON, rich_help_panel=PROGRAMS)
 def bench(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="File bench/NAME.py of a checkout.")] = None,
 ) -> None:
     """Run a benchmark of a checkout with the remaining arguments; without a name, list them."""
+    if name == "--version":
+        print_version(True)
     folder = _checkout() / "bench"
     names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     if name is None or name in ("--help", "-h"):
@@ -85,11 +100,11 @@ def bench(
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name.replace("-", "_") not in names:
         raise StartupError(f"There is no benchmark {name!r}; there are: {', '.join(names) or 'none yet'}.")
     root = folder.parent
-    os.chdir(root)
+    # The current directory stays: paths in the arguments, and those that are printed, are relative to it.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     # It runs as a module: for a script, `bench/gateway.py` would hide the package of the gateway.
     module = f"bench.{name.replace('-', '_')}"
-    os.execve(sys.executable, [sys.executable, "-m", module, *context.args], environment)  # noqa: S606
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *context.args], environment)  # noqa: S606
 
 
 def _checkout() -> Path:
@@ -103,9 +118,10 @@ def _checkout() -> Path:
     )
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
+@with_version
 def version() -> None:
-    """Print versions."""
+    """Print the versions of laps-sd, of Python and of gRPC."""
     import google.protobuf
 
     print(f"laps-sd {__version__}")

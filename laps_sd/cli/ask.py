@@ -12,26 +12,51 @@ from laps_sd.v1 import inference_pb2 as pb
 
 LIST_TIMEOUT_S = 10.0
 
-ModelOption = Annotated[str, typer.Option(help="Model name; empty: the gateway's only model.")]
+REQUEST, SAMPLING, SCHEDULING = "Request", "Sampling", "Scheduling and speculation"
+"""Titles of the groups of options in --help."""
+
+ModelOption = Annotated[
+    str, typer.Option(help="Model name; empty: the gateway's only model.", rich_help_panel=REQUEST)
+]
 SystemOption = Annotated[
-    str | None, typer.Option(help="System message before the prompt.", show_default=False)
+    str | None,
+    typer.Option(help="System message before the prompt.", show_default=False, rich_help_panel=REQUEST),
 ]
 MaxTokensOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Maximum number of output tokens (default: the gateway's).", show_default=False),
+    typer.Option(
+        min=1,
+        help="Maximum number of output tokens (default: the gateway's).",
+        show_default=False,
+        rich_help_panel=SAMPLING,
+    ),
 ]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default: 1).", show_default=False),
+    typer.Option(
+        min=0.0,
+        help="Sampling temperature; 0 is greedy (default: 1).",
+        show_default=False,
+        rich_help_panel=SAMPLING,
+    ),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, help="Nucleus sampling (default: 1, off).", show_default=False),
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Nucleus sampling (default: 1, off).",
+        show_default=False,
+        rich_help_panel=SAMPLING,
+    ),
 ]
 TopKOption = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Sample among this many most likely tokens (default: 0, off).", show_default=False
+        min=0,
+        help="Sample among this many most likely tokens (default: 0, off).",
+        show_default=False,
+        rich_help_panel=SAMPLING,
     ),
 ]
 SeedOption = Annotated[
@@ -40,13 +65,18 @@ SeedOption = Annotated[
         min=0,
         help="Random seed; the same seed gives the same text (default: chosen by the server).",
         show_default=False,
+        rich_help_panel=SAMPLING,
     ),
 ]
 StopOption = Annotated[
-    list[str] | None, typer.Option(help="String that ends the text; may be repeated.", show_default=False)
+    list[str] | None,
+    typer.Option(
+        help="String that ends the text; may be repeated.", show_default=False, rich_help_panel=SAMPLING
+    ),
 ]
 PriorityOption = Annotated[
-    int | None, typer.Option(help="Higher runs first (default: 0).", show_default=False)
+    int | None,
+    typer.Option(help="Higher runs first (default: 0).", show_default=False, rich_help_panel=SCHEDULING),
 ]
 TimeLimitOption = Annotated[
     float | None,
@@ -54,18 +84,34 @@ TimeLimitOption = Annotated[
         min=0.001,
         help="Soft limit: generation stops after this many seconds, and the text so far is the answer (none).",
         show_default=False,
+        rich_help_panel=SCHEDULING,
     ),
 ]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Hard deadline of the call in seconds (none).", show_default=False),
+    typer.Option(
+        min=0.001,
+        help="Hard deadline of the call in seconds (none).",
+        show_default=False,
+        rich_help_panel=SCHEDULING,
+    ),
 ]
 DraftTokensOption = Annotated[
     int | None,
-    typer.Option(min=0, help="Maximum draft tokens per round; 0: no speculation.", show_default=False),
+    typer.Option(
+        min=0,
+        help="Maximum draft tokens per round; 0: no speculation.",
+        show_default=False,
+        rich_help_panel=SCHEDULING,
+    ),
 ]
 ClassOption = Annotated[
-    str, typer.Option("--class", help="Workload class; requests of one class share their estimates.")
+    str,
+    typer.Option(
+        "--class",
+        help="Workload class; requests of one class share their estimates.",
+        rich_help_panel=SCHEDULING,
+    ),
 ]
 
 

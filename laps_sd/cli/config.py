@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import textwrap
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from laps_sd.cli import dial
 from laps_sd.errors import StartupError
 from laps_sd.service.config import unknown_sentences
 
+INDENT = " " * 4
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
 
 # Runs in a process of its own, because shared modules do not import a service.
@@ -58,18 +58,29 @@ def config(
     if as_json:
         print(json.dumps(settings, indent=2, ensure_ascii=False))
         return
-    console = Console(highlight=False)
+    width = shutil.get_terminal_size().columns
     for name, rows in settings.items():
-        table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        table.add_column("setting", no_wrap=True)
-        table.add_column("value", overflow="fold")
-        table.add_column("unit")
-        table.add_column("origin", no_wrap=True)
-        table.add_column("meaning", ratio=1)
+        print(name)
         for row in rows:
-            cells = (row["variable"], row["value"] or "-", row["unit"], row["origin"], row["help"])
-            table.add_row(*map(escape, cells))
-        console.print(table)
+            print("\n".join(setting_lines(row, width)))
+
+
+def setting_lines(row: dict[str, Any], width: int) -> list[str]:
+    """Return a setting for a person: variable, value, unit and origin, and its meaning below, in `width` columns.
+
+    Only a value that has no blank, such as a path, may be longer.
+    """
+    value = " ".join(part for part in (row["value"] or "-", row["unit"] if row["value"] else "") if part)
+    first = textwrap.wrap(
+        f"{row['variable']}  {value}  ({row['origin']})",
+        width,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return first + textwrap.wrap(
+        row["help"].rstrip(".") + ".", width, initial_indent=INDENT, subsequent_indent=INDENT
+    )
 
 
 def _installed(service: str) -> bool:

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from laps_sd.service.variables import KNOWN
 
@@ -92,6 +93,9 @@ def field(
 class Settings:
     """Base of all settings; the constructor checks the values."""
 
+    GROUPS: ClassVar[Mapping[str, str]] = {}
+    """Titles in --help: of the named field of this class and of those that follow it, up to the next title."""
+
     def __post_init__(self) -> None:
         """Raise ConfigError with the problems of all values that are out of bounds."""
         found = [
@@ -129,6 +133,24 @@ def unit(f: dataclasses.Field[Any]) -> str:
     if given is not None:
         return given
     return next((word for suffix, word in UNITS.items() if f.name.endswith(suffix)), "")
+
+
+def titles(cls: type[Settings]) -> dict[str, str]:
+    """Return the title of each field's group, a class's own groups before those of its bases.
+
+    A field that a class defines again stays in its group. The title is empty where there is none.
+    """
+    found: dict[str, str] = {}
+    order: list[str] = [""]
+    for base in reversed(cls.__mro__):
+        groups: Mapping[str, str] = vars(base).get("GROUPS", {})
+        title = ""
+        for name in inspect.get_annotations(base):
+            title = groups.get(name, title)
+            found.setdefault(name, title)
+        order = [*groups.values(), *order]
+    names = [f.name for f in dataclasses.fields(cls)]
+    return {name: found[name] for name in sorted(names, key=lambda name: order.index(found[name]))}
 
 
 def _bound_problems(f: dataclasses.Field[Any], value: Any) -> Iterator[str]:
@@ -314,7 +336,7 @@ def unknown_sentences(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the result of `unknown` as sentences for a person."""
     return [
         f"{name} is not a setting of LAPS-SD and has no effect"
-        + (f"; did you mean {near}?" if near else "; docs/settings.md lists all settings.")
+        + (f"; did you mean {near}?" if near else "; `laps-sd config` lists all settings.")
         for name, near in unknown(environ).items()
     ]
 

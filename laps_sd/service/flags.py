@@ -20,7 +20,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
+from laps_sd import __version__
 from laps_sd.service.config import (
     ConfigError,
     Settings,
@@ -28,12 +30,61 @@ from laps_sd.service.config import (
     flag,
     provenance,
     shown,
+    titles,
     unit,
     variable,
     without_none,
 )
 
-__all__ = ["command_line", "options"]
+__all__ = ["GroupedCommand", "command_line", "options", "with_version"]
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end the program, if that is `wanted`."""
+    if wanted:
+        print(f"laps-sd {__version__}")  # noqa: T201  this is the output
+        raise typer.Exit
+
+
+VersionOption = typing.Annotated[
+    bool,
+    typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit."),
+]
+
+
+def with_version(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the command with a flag --version."""
+
+    @functools.wraps(command)
+    def wrapper(*values: Any, version: bool = False, **named: Any) -> Any:
+        return command(*values, **named)
+
+    added = inspect.Parameter(
+        "version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VersionOption
+    )
+    _set_parameters(wrapper, [*inspect.signature(command, eval_str=True).parameters.values(), added])
+    return wrapper
+
+
+def _set_parameters(wrapper: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
+    """Make typer see these parameters."""
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose --help lists the options in their groups, as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write each group of options as a section."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -46,10 +97,11 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
+        known = {f.name: f for f in dataclasses.fields(cls)}
         fields = [
-            _option(f, field_types(cls)[f.name])
-            for f in dataclasses.fields(cls)
-            if not f.metadata.get("secret")  # all users of the machine can read a command line
+            _option(known[name], field_types(cls)[name], title)
+            for name, title in titles(cls).items()
+            if not known[name].metadata.get("secret")  # all users of the machine can read a command line
         ]
         parameters = [*own, *fields]
 
@@ -57,14 +109,13 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
         def wrapper(**values: Any) -> Any:
             return command(**values)
 
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        _set_parameters(wrapper, parameters)
         return wrapper
 
     return decorate
 
 
-def _option(f: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _option(f: dataclasses.Field[Any], hint: Any, title: str) -> inspect.Parameter:
     inner, _ = without_none(hint)
     # Lists and choices are parsed by `load`, as from the environment.
     kind: Any = str if get_origin(inner) in (tuple, Literal) else inner
@@ -82,6 +133,7 @@ def _option(f: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         f"{name}/--no-{name[2:]}" if kind is bool else name,
         help=f"{f.metadata.get('help', '').rstrip('.')}. ({'; '.join(notes)})",
         show_default=False,
+        rich_help_panel=title or None,
     )
     return inspect.Parameter(
         f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[kind | None, option]
@@ -92,7 +144,8 @@ def command_line(service: str, cls: type[Settings], run: Callable[[dict[str, Any
     """Parse this process's arguments and call `run` with the given settings."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
-    @app.command()
+    @app.command(cls=GroupedCommand)
+    @with_version
     @options(cls)
     def command(
         show_settings: typing.Annotated[
@@ -111,8 +164,7 @@ def command_line(service: str, cls: type[Settings], run: Callable[[dict[str, Any
             raise typer.Exit(2) from None
 
     first_line = (cls.__doc__ or "").splitlines()[0]
-    command.__doc__ = f"Run the {service} of LAPS-SD. {first_line}"
-    app.registered_commands[0].callback = command
+    app.registered_commands[0].help = f"Run the {service} of LAPS-SD. {first_line}"
     app(prog_name=f"laps-sd {service}")
     sys.exit(0)
 

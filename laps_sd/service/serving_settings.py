@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import ClassVar
 
 from laps_sd.service import log as logging
 from laps_sd.service.config import Settings, field
@@ -15,6 +16,14 @@ from laps_sd.service.wire import MAX_MESSAGE_BYTES, Tls
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings(Settings):
     """Settings of every service. A service overrides the default of `grpc_port` and adds its own fields."""
+
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "grpc_host": "Listening",
+        "log_level": "Log",
+        "max_message_bytes": "Calls and the stop",
+        "otlp_endpoint": "Spans",
+        "tls_cert": "TLS of the listener",
+    }
 
     grpc_host: str = field("127.0.0.1", help="Address to listen on; 0.0.0.0 in a container")
     grpc_port: int = field(

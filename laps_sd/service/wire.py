@@ -7,10 +7,10 @@ async with make_channel("scheduler:50052", link_tls(settings)) as channel:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -127,6 +127,8 @@ def _read(path: Path | None) -> bytes | None:
 @dataclass(frozen=True, kw_only=True)
 class LinkSettings(Settings):
     """Settings of the link to the schedulers. Mix into the settings of gateway and worker."""
+
+    GROUPS: ClassVar[Mapping[str, str]] = {"scheduler_seeds": "Link to the scheduler"}
 
     scheduler_seeds: tuple[str, ...] = field(
         ("127.0.0.1:50052",),

@@ -447,7 +447,15 @@ def test_config_without_a_service_tells_all_three():
         "scheduler",
         "worker",
     ]
-    assert len(re.findall(r"^LAPS_SD_DRAIN_S +7.0 +s +environment +\w+", done.stdout, re.MULTILINE)) == 3
+    assert len(re.findall(r"^LAPS_SD_DRAIN_S  7.0 s  \(environment\)$", done.stdout, re.MULTILINE)) == 3
+
+
+def test_config_fits_a_terminal_of_80_columns():
+    done = laps_sd("config", COLUMNS="80")
+
+    assert done.returncode == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    assert "LAPS_SD_MAX_UNACKNOWLEDGED_REPORTS  1024  (default)" in done.stdout.splitlines()
 
 
 def test_config_shows_no_password():
@@ -497,6 +505,39 @@ def test_version_names_the_release():
     from laps_sd import __version__
 
     assert laps_sd("version").stdout.splitlines()[0] == f"laps-sd {__version__}"
+
+
+COMMANDS = (
+    "up",
+    "generate",
+    "chat",
+    "explain",
+    "queue",
+    "workers",
+    "drain",
+    "key",
+    "config",
+    "version",
+    "bench",
+)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS if name not in PROCESSES)])
+def test_every_command_knows_its_version(command):
+    from laps_sd import __version__
+
+    done = laps_sd(*command, "--version")
+
+    assert (done.returncode, done.stdout) == (0, f"laps-sd {__version__}\n"), done.stderr
+
+
+@pytest.mark.parametrize("program", PROCESSES)
+def test_a_program_that_the_command_becomes_knows_its_version(program):
+    from laps_sd import __version__
+
+    done = as_a_process(program, "--version")
+
+    assert (done.returncode, done.stdout) == (0, f"laps-sd {__version__}\n"), done.stderr
 
 
 def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path):

@@ -169,7 +169,7 @@ def test_a_mistyped_variable_is_named_with_the_one_that_was_meant():
     }
     first, second, _ = unknown_sentences(environ)
     assert first.startswith("LAPS_SD_LEASES is not a setting") and "did you mean LAPS_SD_LEASE_S?" in first
-    assert second.startswith("LAPS_SD_QQQQ is not a setting") and "docs/settings.md" in second
+    assert second.startswith("LAPS_SD_QQQQ is not a setting") and "`laps-sd config` lists" in second
 
 
 def test_what_only_another_program_of_the_project_reads_is_no_mistake():
