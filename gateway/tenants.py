@@ -36,19 +36,22 @@ from laps_sd.errors import (
     Unauthenticated,
 )
 from laps_sd.service.advice import StreamTurns, Turns
-from laps_sd.service.keys import digest_of
+from laps_sd.service.keys import (
+    ANONYMOUS,
+    MAX_TENANT_CHARACTERS,
+    digest_of,
+    tenant_name_problem,
+)
 from laps_sd.service.log import get_logger
 
 __all__ = ["ANONYMOUS", "FAIRNESS_KEY", "TENANT_KEY", "KeyFile", "Quota", "TenantFileError", "Tenants"]
 
 log = get_logger(__name__)
 
-ANONYMOUS = "anonymous"
 OTHERS = "others"
 TENANT_KEY = "laps-sd-tenant"
 FAIRNESS_KEY = "x-llm-d-inference-fairness-id"
 IDENTITY = ("authorization", TENANT_KEY, FAIRNESS_KEY)
-MAX_TENANT_CHARACTERS = 64
 MAX_KEY_CHARACTERS = 256
 MAX_FILE_BYTES = 4 * 1024 * 1024
 BURST_SHARE = 1 / 6  # share of a minute's requests that may come at once
@@ -58,7 +61,6 @@ request that it may make. They have a bucket of their own: a tenant that has use
 cancel all of them. Our choice."""
 LOOK_AGAIN_S = 5.0
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class TenantFileError(ValueError):
@@ -115,10 +117,8 @@ class KeyFile:
         tenants: dict[str, str] = {}
         quotas: dict[str, Quota] = {}
         for name, entry in entries.items():
-            if not NAME.fullmatch(name) or len(name) > MAX_TENANT_CHARACTERS:
-                raise ValueError(
-                    f"tenant {name[:80]!r} must be at most {MAX_TENANT_CHARACTERS} letters, digits and . _ -"
-                )
+            if problem := tenant_name_problem(name):
+                raise ValueError(f"tenant {name[:80]!r} {problem}")
             if not isinstance(entry, dict):
                 raise ValueError(f"tenants.{name} must be a table")
             for digest in _digests(name, entry.pop("keys", [])):

@@ -540,6 +540,23 @@ def test_a_program_that_the_command_becomes_knows_its_version(program):
     assert (done.returncode, done.stdout) == (0, f"laps-sd {__version__}\n"), done.stderr
 
 
+@pytest.mark.parametrize("name", ["", "a b", "../etc", "[x]", "a\nkeys = []", "x" * 65, "-x"])
+def test_a_key_is_made_for_names_that_gateways_accept(name):
+    from gateway.tenants import KeyFile
+
+    refused = laps_sd("key", "--", name)
+    made = laps_sd("key", "acme.eu-1")
+
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "letters, digits and . _ -" in " ".join(refused.stderr.split())
+    entry = made.stderr.partition("\n")[2]
+    assert set(KeyFile.parse(entry).tenants.values()) == {"acme.eu-1"}
+
+
+def test_a_key_for_calls_without_a_key_is_refused():
+    assert laps_sd("key", "anonymous").returncode == 2
+
+
 def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path):
     """A benchmark of the gateway does not hide the gateway from the others."""
     (tmp_path / "laps_sd" / "cli").mkdir(parents=True)
