@@ -15,10 +15,11 @@ from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from laps_sd.errors import StartupError
+from laps_sd.service.hub import local_model
 from laps_sd.service.interceptor import OPEN_METHODS
 from laps_sd.service.log import get_logger
 from laps_sd.service.metrics import REGISTRY
-from laps_sd.service.model_dir import demo_target_dir
+from laps_sd.service.model_dir import demo_target_dir, served_name
 from laps_sd.service.serving import ServiceApp
 from laps_sd.v1 import (
     inference_pb2,
@@ -119,23 +120,26 @@ class GatewayApp:
 
 def load_configured_model(settings: GatewaySettings) -> ModelFiles:
     """Load the model that the settings name. Raises StartupError."""
-    directory = settings.tokenizer_dir
-    if directory is None and settings.model == DEMO_MODEL:
-        directory = demo_target_dir()
-    if directory is None:
-        raise StartupError(
-            "LAPS_SD_TOKENIZER_DIR must name the directory with the target model's tokenizer.json."
-        )
+    named = settings.tokenizer_dir
+    if named is None:
+        if settings.model not in ("", DEMO_MODEL) or (demo := demo_target_dir()) is None:
+            raise StartupError(
+                "LAPS_SD_TOKENIZER_DIR must name the target model, by a directory with its tokenizer.json or as on the "
+                "Hugging Face hub."
+            )
+        directory, name = demo, DEMO_MODEL
+    else:
+        directory, name = local_model(named, weights=False), settings.model or served_name(named)
     try:
         model = load_model(
             directory,
-            name=settings.model,
+            name=name,
             context_tokens=settings.context_tokens,
             parsers=(settings.tool_parser, settings.reasoning_parser),
             recommendations=settings.generation_config == "model",
         )
     except ModelFilesError as error:
-        raise StartupError(f"The model {settings.model!r} cannot be served: {error}.") from error
+        raise StartupError(f"The model {name!r} cannot be served: {error}.") from error
     if model.template is not None:
         tools, reasoning = model.dialect.tools, model.dialect.reasoning
         log.info(

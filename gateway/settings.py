@@ -80,11 +80,14 @@ class GatewaySettings(LinkSettings, ServingSettings):
         help="File of shards, instead of LAPS_SD_SHARD and LAPS_SD_SCHEDULER_SEEDS, with one line NAME "
         "HOST:PORT[,HOST:PORT …] [draining] for each shard. It is read again when it changes.",
     )
-    model: str = field("laps-sd-demo", help="Name under which the model is served.")
+    model: str = field(
+        "",
+        help="Name under which the model is served. Empty: that of LAPS_SD_TOKENIZER_DIR, without it laps-sd-demo.",
+    )
     tokenizer_dir: Path | None = field(
         None,
-        help="Directory with tokenizer.json, tokenizer_config.json and config.json of the target model;"
-        " default: that of the shipped demo model.",
+        help="Directory with tokenizer.json, tokenizer_config.json and config.json of the target model, or its name "
+        "on the Hugging Face hub; default: that of the shipped demo model.",
     )
     tool_parser: ToolParser = field(
         "auto",
@@ -253,8 +256,6 @@ class GatewaySettings(LinkSettings, ServingSettings):
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 yield f"LAPS_SD_CORS_ORIGINS must be origins such as https://app.example, or *, got {origin!r}."
-        if not self.model:
-            yield "LAPS_SD_MODEL must not be empty."
         if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:
             yield (
                 "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS must be yes, because other machines"

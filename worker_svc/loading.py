@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from laps_sd.errors import StartupError
+from laps_sd.service.hub import local_model
 from laps_sd.service.log import get_logger
 from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
+from laps_sd.service.tokenizer_match import check_tokenizers
 from worker_svc.engine.interface import Engine, ModelError
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.fake.paced import paced
@@ -19,7 +20,6 @@ from worker_svc.vllm_arguments import arguments_of
 
 log = get_logger(__name__)
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 RESIDENTS_PER_SLOT = 4
 """Requests with KV for each slot of vLLM, unless set (our choice): a place costs little, an eviction a prefill."""
 DRAFT_TOKENS = 4
@@ -42,6 +42,7 @@ def load(settings: WorkerSettings) -> Engine:
 
 def _model_engine(settings: WorkerSettings) -> Engine:
     target, draft = model_directories(settings)
+    draft = _used_draft(settings, target, draft)
     _limit_threads(settings)
     # What these imports make stays, and the collector would go through it again and again.
     gc.disable()
@@ -102,12 +103,13 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
     if named is None:
         target, draft = model_directories(settings)
     else:
-        target, draft = _on_this_machine(Path(named)), None
+        target, draft = local_model(Path(named)), None
         if not target.is_dir():
             raise StartupError(
                 f"There is no directory {target}: the 'model' of LAPS_SD_VLLM_ARGS must name a model directory or"
                 " a model of the Hugging Face hub."
             )
+    draft = _used_draft(settings, target, draft)
     speculative = arguments.pop("speculative_config", _speculation(settings, draft))
     _limit_threads(settings)
     # Before vLLM is imported. Its core runs in this process, which is the engine's own.
@@ -162,6 +164,22 @@ def _speculation(settings: WorkerSettings, draft: Path | None) -> dict[str, Any]
     return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": tokens}
 
 
+def _used_draft(settings: WorkerSettings, target: Path, draft: Path | None) -> Path | None:
+    """Return the draft if it is used, after a comparison of its tokenizer with the target's. Raises StartupError.
+
+    The comparison takes a second, loading the models may take minutes.
+    """
+    if draft is None or settings.drafter in ("lookup", "none"):
+        return None
+    try:
+        note = check_tokenizers(target, draft)
+    except ValueError as error:
+        raise StartupError(f"The model pair cannot be served: {error}") from error
+    if note:
+        log.info("the tokenizers differ a little", note=note)
+    return draft
+
+
 def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
     """Return the directories of target and draft (None: plain decoding).
 
@@ -172,8 +190,8 @@ def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
         draft: Path | None = DEMO / "draft"
         advice = "this installation lacks the demo pair; set LAPS_SD_TARGET and LAPS_SD_DRAFT"
     else:
-        target = _on_this_machine(settings.target)
-        draft = None if settings.draft is None else _on_this_machine(settings.draft)
+        target = local_model(settings.target)
+        draft = None if settings.draft is None else local_model(settings.draft)
         advice = (
             "LAPS_SD_TARGET and LAPS_SD_DRAFT must name model directories or models of the Hugging Face hub"
         )
@@ -181,28 +199,6 @@ def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
         if path is not None and not path.is_dir():
             raise StartupError(f"There is no directory {path}: {advice}.")
     return target, draft
-
-
-def _on_this_machine(named: Path) -> Path:
-    """Return the directory of a model. Raises StartupError.
-
-    A model that is named as on the hub is fetched, unless it is here already.
-    """
-    name, _, revision = str(named).partition("@")
-    if named.exists() or not HUB_NAME.fullmatch(name):
-        return named
-    try:
-        from huggingface_hub import snapshot_download
-
-        found = snapshot_download(
-            name, revision=revision or None, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja"]
-        )
-    except Exception as error:  # the library raises a dozen types; each means that the model is not available
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise StartupError(
-            f"There is no directory {named}, and the Hugging Face hub has no model of that name: {reason}"
-        ) from error
-    return Path(found)
 
 
 def _fake_engine(settings: WorkerSettings) -> Engine:

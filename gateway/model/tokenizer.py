@@ -223,7 +223,8 @@ def load_model(
     limit = model_dir.context_tokens(directory, context_tokens)
     if limit is None:
         raise ModelFilesError(
-            f"{directory / 'config.json'}: max_position_embeddings is missing; set the context limit by hand"
+            f"{directory / 'config.json'} has no context limit ({model_dir.POSITIONS[0]}, or {model_dir.POSITIONS[1]} "
+            "and the like); set LAPS_SD_CONTEXT_TOKENS"
         )
     vocab_size = max(
         int(text_config.get("vocab_size") or 0), tokenizer.get_vocab_size(with_added_tokens=True)

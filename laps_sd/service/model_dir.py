@@ -9,7 +9,11 @@ import importlib.util
 import json
 from pathlib import Path
 
-__all__ = ["LONGEST_DEFAULT_TOKENS", "context_tokens", "demo_target_dir"]
+__all__ = ["LONGEST_DEFAULT_TOKENS", "POSITIONS", "context_tokens", "demo_target_dir", "served_name"]
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
+"""Names of a model's context limit in config.json: transformers' own, and those that the attribute maps of its
+configurations translate. A test compares them with the installed transformers, which is not imported here."""
 
 LONGEST_DEFAULT_TOKENS = 8192
 """Context limit, unless one is set, of models that allow more.
@@ -40,5 +44,24 @@ def context_tokens(directory: Path | None, setting: int | None) -> int | None:
         config = json.loads((directory / "config.json").read_text()) if directory is not None else {}
     except (OSError, ValueError):
         return None  # the service that loads the model reports the problem
-    limit = config.get("text_config", config).get("max_position_embeddings")
-    return min(limit, LONGEST_DEFAULT_TOKENS) if isinstance(limit, int) and limit >= 2 else None
+    config = config.get("text_config", config)
+    for name in POSITIONS:
+        limit = config.get(name)
+        if isinstance(limit, int) and limit >= 2:
+            return min(limit, LONGEST_DEFAULT_TOKENS)
+    return None
+
+
+def served_name(named: Path) -> str:
+    """Return the name under which a model is served unless one is given.
+
+    That is its name on the Hugging Face hub without the revision, also of a directory in the hub's cache
+    (`models--ORG--NAME/snapshots/REVISION`); otherwise the last part of the directory.
+    """
+    if not named.exists():
+        return str(named).partition("@")[0]
+    directory = named.resolve()
+    repository = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return directory.name

@@ -1,4 +1,4 @@
-"""What a stack consists of, and the checks that need no process."""
+"""The components of a stack, and the checks that need no process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from laps_sd.errors import StartupError
 from laps_sd.service.config import PREFIX
+from laps_sd.service.hub import local_model
+from laps_sd.service.tokenizer_match import check_tokenizers
 from laps_sd.service.wire import Tls
 
 REDIS_PORT = 6379
@@ -73,17 +75,43 @@ class StackOptions:
     """Further variables for all services (LAPS_SD_…); the stack's own take precedence."""
 
 
+def with_local_models(options: StackOptions) -> StackOptions:
+    """Return the options with directories in place of names on the Hugging Face hub. Raises StartupError.
+
+    Models that are not on this machine are downloaded, unless `check_models` refuses the options in any case.
+    """
+    if options.target is None or options.engine not in ("auto", "vllm"):
+        return options
+
+    def found(named: Path | None, *, weights: bool = True) -> Path | None:
+        return None if named is None else local_model(named, weights=weights)
+
+    return dataclasses.replace(
+        options,
+        target=found(options.target),
+        draft=found(options.draft),
+        tokenizer_dir=found(options.tokenizer_dir, weights=False),
+    )
+
+
 def check_models(options: StackOptions) -> None:
-    """Raise StartupError if the model directories are not ones, or do not go together."""
+    """Raise StartupError if the model directories are not ones, or do not go together.
+
+    It compares the tokenizers of target and draft too: after loading, a mistake would be seen minutes later.
+    """
     if options.target is not None and options.engine not in ("auto", "vllm"):
-        raise StartupError(f"--engine {options.engine} brings its own model: leave out --engine or --target.")
+        raise StartupError(
+            f"--engine {options.engine} brings its own model: leave out --engine or the target."
+        )
     if options.draft is not None and options.target is None:
-        raise StartupError("--draft needs --target, the model that it drafts for.")
+        raise StartupError(
+            "--draft needs a target, the model that it drafts for: laps-sd up TARGET --draft DRAFT."
+        )
     if options.worker_python is not None and not options.worker_python.is_file():
         raise StartupError(f"--worker-python {options.worker_python} does not exist.")
     if options.engine == "vllm" and '"model"' in options.environment.get(f"{PREFIX}VLLM_ARGS", ""):
         raise StartupError(
-            f"{PREFIX}VLLM_ARGS names a model: name it by --target, so that the gateway has its tokenizer."
+            f"{PREFIX}VLLM_ARGS names a model: name it as `laps-sd up MODEL`, so that the gateway has its tokenizer."
         )
     for what in ("target", "draft", "tokenizer_dir"):
         path: Path | None = getattr(options, what)
@@ -95,8 +123,14 @@ def check_models(options: StackOptions) -> None:
             raise StartupError(
                 f"{flag} {path} is not a model directory: {needed} does not exist."
                 if path.is_dir()
-                else f"{flag} {path} does not exist; give the directory of a model (config.json, safetensors)."
+                else f"{flag} {path} does not exist; give the directory of a model (config.json, safetensors), or its "
+                "name on the Hugging Face hub (org/name)."
             )
+    if options.target is not None and options.draft is not None:
+        try:
+            check_tokenizers(options.target, options.draft)
+        except ValueError as error:
+            raise StartupError(f"--draft {options.draft} does not fit: {error}.") from error
 
 
 def check_record(options: StackOptions) -> None:

@@ -297,8 +297,8 @@ def test_queue_and_workers_show_the_shard(fake_stack):
         (("generate", "Once", "--max-tokens", "-3"), "max-tokens"),
         (("bench", "nonsense"), "There is no benchmark 'nonsense'"),
         (("up", "--target", "/nowhere"), "--target /nowhere does not exist"),
-        (("up", "--draft", "/nowhere"), "--draft needs --target"),
-        (("up", "--engine", "fake", "--target", "/nowhere"), "leave out --engine or --target"),
+        (("up", "--draft", "/nowhere"), "--draft needs a target"),
+        (("up", "--engine", "fake", "--target", "/nowhere"), "leave out --engine or the target"),
         (("up", "--gateway-port", "65536"), "--gateway-port"),
         (
             ("up", "--redis-url", "redis://127.0.0.1:1/0"),

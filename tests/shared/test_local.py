@@ -229,7 +229,7 @@ def test_the_workers_run_with_the_interpreter_that_is_named(tmp_path: Path) -> N
         ({"worker_python": Path("/no/such/python")}, "--worker-python /no/such/python does not exist"),
         (
             {"engine": "vllm", "environment": {"LAPS_SD_VLLM_ARGS": '{"model": "x"}'}},
-            "name it by --target, so that the gateway has its tokenizer",
+            "name it as `laps-sd up MODEL`, so that the gateway has its tokenizer",
         ),
         ({"engine": "fake", "target": Path("x")}, "--engine fake brings its own model"),
     ],

@@ -15,6 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
+from laps_sd.service.model_dir import POSITIONS
 from tests.worker.drive import finish_all
 from tests.worker.pairs import VOCAB, llama_config, load_pair, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
@@ -295,3 +296,13 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
     assert not (tmp_path / "ran").exists()
     load_pair(directory, max_length=64, draft_len=2, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
+
+
+def test_a_gateway_knows_every_name_that_transformers_gives_the_context_limit() -> None:
+    """Gateways do not import transformers: its attribute maps are compared with the list that they have."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    maps = (getattr(CONFIG_MAPPING[kind], "attribute_map", None) or {} for kind in CONFIG_MAPPING)
+    names = {each["max_position_embeddings"] for each in maps if "max_position_embeddings" in each}
+    assert "n_positions" in names
+    assert names <= set(POSITIONS)

@@ -13,7 +13,12 @@ from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Drafter, ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.fingerprint import fingerprint
-from worker_svc.engine.models.load import check_pair, end_of_sequence_ids, load_packed
+from worker_svc.engine.models.load import (
+    check_tokenizers,
+    check_vocabularies,
+    end_of_sequence_ids,
+    load_packed,
+)
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.tokenizer import Tokenizer, load_tokenizer
 from worker_svc.engine.options import EngineOptions, LoadOptions
@@ -47,6 +52,8 @@ def load_engine(
     elif deterministic and options.dtype == "float16":
         raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
     target = _model(target_path, "target", device, options, deterministic=deterministic)
+    if draft_path is not None:
+        check_tokenizers(target_path, draft_path)
     if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
@@ -58,7 +65,7 @@ def load_engine(
     if draft_path is not None:
         # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
         draft = _model(draft_path, "draft", device, options, deterministic=False)
-        check_pair(target, draft, tokenizer, load_tokenizer(draft_path))
+        check_vocabularies(target_path, target, draft_path, draft)
     engine = SpeculativeEngine(
         target,
         draft,

@@ -66,7 +66,7 @@ class TestModelFiles:
             ("tokenizer.json", "{}", "not a tokenizer"),
             ("config.json", "{", "not valid JSON"),
             ("config.json", "[]", "JSON object"),
-            ("config.json", "{}", "max_position_embeddings is missing"),
+            ("config.json", "{}", "no context limit .max_position_embeddings, or n_positions"),
             ("chat_template.jinja", "{% for %}", "not valid Jinja"),
             ("tokenizer_config.json", json.dumps({"chat_template": "{{ x"}), "not valid Jinja"),
             ("tokenizer_config.json", json.dumps({"chat_template": 3}), "must be a text"),

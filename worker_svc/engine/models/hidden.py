@@ -36,7 +36,7 @@ class HiddenRows:
 
 def hidden_size(model: Any) -> int | None:
     """Return the size of a model's hidden state if `taken_from` can read it; None: it cannot."""
-    size = getattr(model.config, "hidden_size", None)
+    size = getattr(model.config.get_text_config(), "hidden_size", None)
     return size if isinstance(size, int) and _layers(model) is not None else None
 
 
@@ -59,7 +59,7 @@ def taken_from(model: Any, hidden: HiddenRows) -> Iterator[None]:
 
 def _layers(model: Any) -> nn.ModuleList | None:
     """Return the list of a model's decoder layers, if it has one."""
-    count = model.config.num_hidden_layers
+    count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

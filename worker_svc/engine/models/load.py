@@ -9,12 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from laps_sd.service import tokenizer_match
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.model import PackedModel
-from worker_svc.engine.models.tokenizer import Tokenizer
-
-SAME_TOKENS = 0.95  # fraction of the smaller vocabulary that compatible tokenizers share (our choice)
 
 
 def load_packed(
@@ -76,25 +74,22 @@ def end_of_sequence_ids(model: Any) -> frozenset[int]:
     return frozenset()
 
 
-def check_pair(
-    target: PackedModel,
-    draft: PackedModel,
-    target_tokenizer: Tokenizer | None,
-    draft_tokenizer: Tokenizer | None,
-) -> None:
-    """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids
-    that the other lacks."""
-    if target_tokenizer is not None and draft_tokenizer is not None:
-        ours = {token_id: token for token, token_id in target_tokenizer.vocabulary().items()}
-        theirs = {token_id: token for token, token_id in draft_tokenizer.vocabulary().items()}
-        common = sum(theirs.get(token_id) == token for token_id, token in ours.items())
-        # The target decides in any case; a few special tokens with another name only cost draft tokens.
-        if common < SAME_TOKENS * min(len(ours), len(theirs)):
-            raise ModelError(
-                f"target and draft have different tokenizers: of {len(ours)} and {len(theirs)} token ids {common} mean the same to "
-                "both; leave the draft out, and the worker looks proposals up in the context"
-            )
-    elif target.shape.vocab_size != draft.shape.vocab_size:
+def check_tokenizers(target: Path, draft: Path) -> None:
+    """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids that
+    the other lacks.
+    """
+    try:
+        tokenizer_match.check_tokenizers(target, draft)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def check_vocabularies(target_dir: Path, target: PackedModel, draft_dir: Path, draft: PackedModel) -> None:
+    """Raise ModelError if the vocabularies differ in size and a tokenizer is missing: with both, they were
+    compared token by token.
+    """
+    compared = all((directory / "tokenizer.json").is_file() for directory in (target_dir, draft_dir))
+    if not compared and target.shape.vocab_size != draft.shape.vocab_size:
         raise ModelError(
             f"target and draft have vocabularies of {target.shape.vocab_size} and {draft.shape.vocab_size} tokens: "
             "a token id must mean the same to both"

@@ -55,7 +55,7 @@ def probe(model: Any, *, role: str, max_length: int) -> Shape:
     """Return the model's shape from a forward that records its attention options; refuse unsupported
     ones.
     """
-    kind, config = type(model).__name__, model.config
+    kind, config = type(model).__name__, model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"the {role} model ({kind}) does not use the attention interface of transformers: not supported"
@@ -68,7 +68,7 @@ def probe(model: Any, *, role: str, max_length: int) -> Shape:
     if limit is not None and limit < max_length:
         raise ModelError(f"the {role} model has {limit} positions, but max_length is {max_length}")
     seen: dict[int, dict[str, Any]] = {}
-    before = config._attn_implementation
+    before = model.config._attn_implementation
     model.set_attn_implementation(PROBE)
     try:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)

@@ -10,7 +10,7 @@ from worker_svc.engine.models.errors import first_line
 
 
 class Tokenizer:
-    """A tokenizer's vocabulary and decoder; the fast library is enough for both and loads at once."""
+    """A tokenizer's decoder; the fast library is enough for it and loads at once."""
 
     def __init__(self, directory: Path) -> None:
         from tokenizers import Tokenizer as Fast
@@ -19,10 +19,6 @@ class Tokenizer:
             self._fast = Fast.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"the tokenizer in {directory} cannot be read: {first_line(error)}") from error
-
-    def vocabulary(self) -> dict[str, int]:
-        """Return every token and its id, added ones included."""
-        return dict(self._fast.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Any) -> str:
         """Return the text of the ids, special tokens left out."""
