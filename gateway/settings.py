@@ -118,6 +118,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
         " sets these.",
     )
 
+    log_requests: bool = field(
+        True,
+        help="Log one line for each request when it ends: its id, tenant, end, counts and times; never its prompt or "
+        "its output",
+    )
     vllm_metrics: bool = field(
         False,
         help="Serve the metrics under vLLM's names too (vllm:num_requests_running …), for programs that read "

@@ -137,19 +137,27 @@ BLOCK_INDEX = gauge(
 )
 
 
-def observe_turn(events: Iterable[Event]) -> None:
-    """Count what the workers reported."""
+def observe_turn(events: Iterable[Event]) -> tuple[int, int, int]:
+    """Count what the workers reported. Returns the draft tokens, those accepted, and the output tokens."""
+    all_drafted = all_accepted = all_tokens = 0
     for event in events:
         if not isinstance(event, RoundReported):
             continue
         gained = [len(progress.tokens) for progress in event.progress]
+        drafted = sum([progress.drafted for progress in event.progress])
+        accepted = sum([progress.accepted for progress in event.progress])
+        tokens = sum(gained)
         ROUNDS.inc()
-        DRAFTED.inc(sum([progress.drafted for progress in event.progress]))
-        ACCEPTED.inc(sum([progress.accepted for progress in event.progress]))
-        TOKENS.inc(sum(gained))
+        DRAFTED.inc(drafted)
+        ACCEPTED.inc(accepted)
+        TOKENS.inc(tokens)
+        all_drafted += drafted
+        all_accepted += accepted
+        all_tokens += tokens
         ACCEPTANCE_LENGTH.observe_all([tokens for tokens in gained if tokens])
         for part, seconds in _PARTS.items():
             seconds.inc(getattr(event, f"{part}_s"))
+    return all_drafted, all_accepted, all_tokens
 
 
 def observe_death(deaths: int) -> None:

@@ -118,6 +118,12 @@ class SchedulerSettings(RecordSettings, ServingSettings):
         help="Predict the length of an output from the words of its prompt, as learned from earlier requests.",
     )
     length_key: str = field("", help=LENGTH_KEY_HELP, secret=True)
+    log_load_s: float = field(
+        10.0,
+        help="Interval of a log line about the load of the shard: requests, tokens per second, acceptance, KV, "
+        "preemptions; no line while it is idle. 0: never.",
+        minimum=0.0,
+    )
     priors_save_s: float = field(
         10.0, help="Interval at which learnt estimates are written to the record.", minimum=0.1
     )

@@ -25,6 +25,7 @@ from gateway.calls.completion import cache_salt, complete
 from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
 from gateway.calls.prompts import Prompts
+from gateway.calls.request_log import log_end
 from gateway.calls.stream_metrics import StreamMetrics
 from gateway.calls.tools import output_format_of
 from gateway.calls.validation import (
@@ -134,7 +135,13 @@ class Calls:
                     attachments = [await self._place(stack, submit, caller) for submit in submissions]
             shown_ids = self.model.markup_ids if reads_markup else frozenset()
             async with self._opened(
-                stack, attachments, began=began, tenant=tenant, span=span, shown_ids=shown_ids
+                stack,
+                attachments,
+                caller,
+                began=began,
+                tenant=tenant,
+                span=span,
+                shown_ids=shown_ids,
             ) as generation:
                 generation.states = states
                 yield generation
@@ -157,7 +164,7 @@ class Calls:
                 acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
             attachment = Attachment(link, stream, acceptance)
             async with self._opened(
-                stack, [attachment], began=began, tenant=tenant, cursor=cursor
+                stack, [attachment], caller, began=began, tenant=tenant, cursor=cursor
             ) as generation:
                 yield generation
 
@@ -298,6 +305,7 @@ class Calls:
         self,
         stack: ExitStack,
         attachments: Sequence[Attachment],
+        caller: Caller,
         *,
         began: float,
         tenant: str,
@@ -314,9 +322,17 @@ class Calls:
                 metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
             accepted.append(accepted_event(acceptance, self.model))
             attachment.output = Output(acceptance, self.model, cursor, shown_ids=shown_ids)
-            attachment.metrics = stack.enter_context(
-                StreamMetrics(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
-            )
+            measured = StreamMetrics(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
+            if self.settings.log_requests:  # called after `measured` has the end
+                stack.callback(
+                    log_end,
+                    acceptance,
+                    measured,
+                    tenant=caller.tenant,
+                    began=began,
+                    resumed=cursor is not None,
+                )
+            attachment.metrics = stack.enter_context(measured)
             attachment.span = span if span is not None and span.records else None
         if span is not None:
             span.accepted(accepted)

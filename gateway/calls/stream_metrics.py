@@ -21,6 +21,8 @@ class StreamMetrics:
 
     def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
         self.end = ""
+        self.ended_message: inference_pb2.Ended | None = None
+        """The end of the output; None if the stream ended before it."""
         self._tenant = tenant
         self._billed = billed  # tokens of an attachment to an existing request are counted already
         self._began = began
@@ -31,6 +33,16 @@ class StreamMetrics:
 
     def __enter__(self) -> StreamMetrics:
         return self
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Time from the call to its first token, in seconds; None without a token."""
+        return None if self._first is None else self._first - self._began
+
+    @property
+    def count(self) -> int:
+        """Return the output tokens that arrived."""
+        return self._count
 
     def tokens(self, count: int, now: float) -> None:
         """Count `count` tokens that arrived now, in the loop's time."""
@@ -46,6 +58,7 @@ class StreamMetrics:
     def ended(self, ended: inference_pb2.Ended) -> None:
         """Record the end of the output."""
         self.end = reason_text(ended.finish_reason)
+        self.ended_message = ended
         if not (self._fresh and self._billed):  # the attachment that made the request counts it
             return
         took_s = _now() - self._began

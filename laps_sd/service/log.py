@@ -21,7 +21,21 @@ from typing import Any, Literal, TextIO, cast
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-__all__ = ["LogLevel", "LogStyle", "bound", "configure", "get_logger"]
+__all__ = [
+    "FACTS",
+    "REQUEST_ENDED",
+    "SHARD_LOAD",
+    "LogLevel",
+    "LogStyle",
+    "bound",
+    "configure",
+    "get_logger",
+]
+
+REQUEST_ENDED = "request ended"
+SHARD_LOAD = "load"
+FACTS = ("model:", "engine:", "room:")
+"""Beginnings of the lines that a worker logs about itself at its start. `laps-sd up` shows all of these lines."""
 
 LogStyle = Literal["auto", "json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -85,7 +99,7 @@ def configure(
         # The default formatter of the console would print local variables.
         render = [
             structlog.dev.ConsoleRenderer(
-                colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+                colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback, sort_keys=False
             )
         ]
     else:

@@ -50,6 +50,8 @@ KNOWN = frozenset(
         "LAPS_SD_LINK_TLS_CERT",
         "LAPS_SD_LINK_TLS_KEY",
         "LAPS_SD_LOG_LEVEL",
+        "LAPS_SD_LOG_LOAD_S",
+        "LAPS_SD_LOG_REQUESTS",
         "LAPS_SD_LOG_STYLE",
         "LAPS_SD_MAX_CHOICES",
         "LAPS_SD_MAX_CONTEXT_TOKENS",

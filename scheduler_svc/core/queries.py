@@ -132,6 +132,7 @@ def totals(shard: Shard, priors: Priors) -> Totals:
         listed=len(shard.requests) - queued,
         running=shard.running,
         backlog_s=max(0.0, shard.backlog_s) * full,
+        preemptions=shard.preemptions,
     )
 
 

@@ -141,3 +141,5 @@ class Totals:
     running: int
     backlog_s: float
     """Machine seconds of remaining work, by the estimates, if all slots were taken."""
+    preemptions: int = 0
+    """Pauses of running requests since this leader began."""

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from laps_sd.contract.length_probe import LearntProbe
-from laps_sd.service.log import get_logger
+from laps_sd.service.log import SHARD_LOAD, get_logger
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import (
     Assign,
@@ -48,6 +48,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.chores import Chores
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, from_record, recovered
+from scheduler_svc.leader.load_log import LoadLog
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.recorder import until_answered
@@ -142,6 +143,7 @@ class Loop:
         """Reports that the core has not received."""
         self._decided: Turn | None = None
         """The turn before, if the record must have its transitions before the rest of it is carried out."""
+        self._load_log = LoadLog(clock())
         self._kv_usage = 0.0
         """Share of KV blocks in use, as read last."""
         self._recovered_from: str | None = None
@@ -232,6 +234,8 @@ class Loop:
             self.roster.expect(worker_id, now_s)
         self._chores.start(now_s)
         self.timers.at(now_s, self._observe_queue)
+        if self.settings.log_load_s:
+            self.timers.at(now_s + self.settings.log_load_s, self._write_load)
         if events:
             log.info("recovered", requests=len(events), workers=len(self.roster.workers))
             turn = Turn(now_s, events=events)
@@ -283,7 +287,7 @@ class Loop:
         await self._write_and_decide(turn)
         for chore in turn.chores:
             await chore()
-        metrics.observe_turn(turn.events)
+        self._load_log.add(*metrics.observe_turn(turn.events))
 
     # Collect.
 
@@ -360,6 +364,15 @@ class Loop:
         self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
         self._chores.each_second(turn)
+
+    def _write_load(self, turn: Turn) -> None:
+        self.timers.at(turn.now_s + self.settings.log_load_s, self._write_load)
+        workers = sum(entry.session is not None for entry in self.roster.workers.values())
+        fields = self._load_log.fields(
+            turn.now_s, self.core.totals(), workers=workers, kv_usage=self._kv_usage
+        )
+        if fields is not None:
+            log.info(SHARD_LOAD, shard=self.settings.shard, **fields)
 
     # Act.
 

@@ -111,6 +111,7 @@ class Rounds:
     def _pause(self, request: Request, worker: Worker, why: str, ledger: Ledger) -> None:
         self._shard.stop_running(request, worker)
         request.preemptions += 1
+        self._shard.preemptions += 1
         request.record_event(ledger.now_s, "paused", why)
 
     def _why_paused(self, request: Request, newcomer: Request | None) -> str:

@@ -54,6 +54,7 @@ class Shard:
         """Requests that do not run, by level."""
         self.backlog_s = 0.0
         self.running = 0
+        self.preemptions = 0
         self._reserved_share = reserved_share
         self._reserve = Reserve(self._new_order(tenant_fairness))
         self.reserved_queued: dict[str, Request] = {}
