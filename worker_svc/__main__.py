@@ -88,6 +88,8 @@ async def _load(settings: WorkerSettings) -> RunnerHandle:
         draft_blocks=capacity.draft_blocks,
         fingerprint=runner.fingerprint,
     )
+    for line in runner.facts:
+        log.info(line)
     metrics.SLOTS.set(capacity.slots)
     return runner
 

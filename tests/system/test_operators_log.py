@@ -83,3 +83,11 @@ def test_both_lines_can_be_turned_off(make_stack) -> None:
 
     assert "listening" in gateway and "request ended" not in gateway
     assert "listening" in scheduler and "] load " not in scheduler
+
+
+def test_a_worker_says_what_it_is(stack: LocalStack) -> None:
+    log = stack.log("worker")
+
+    assert "] model: none, the tokens are scripted" in log
+    assert "] engine: fake: no model runs" in log
+    assert "] room: 2048 tokens of context, 8 slots, KV for " in log

@@ -69,6 +69,7 @@ class SpeculativeEngine:
         """`probe` predicts the output lengths that remain, by hidden states of the target; None: it is off."""
         self.options = options
         self.fingerprint = fingerprint
+        self.facts: tuple[str, ...] = ()
         self.length_probe = probe
         self._tokenizer = tokenizer
         self._formats = formats

@@ -311,6 +311,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def facts(self) -> tuple[str, ...]:
+        """What was loaded and how it computes, for the log at the start of a worker."""
+        ...
+
+    @property
     def length_probe(self) -> LengthLearner | None:
         """What predicts output lengths; None: nothing does."""
         ...

@@ -10,6 +10,7 @@ import torch
 
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.engine import SpeculativeEngine
+from worker_svc.engine.facts import facts, model_words
 from worker_svc.engine.interface import Drafter, ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.fingerprint import fingerprint
@@ -51,9 +52,9 @@ def load_engine(
         deterministic = options.dtype == "float32"
     elif deterministic and options.dtype == "float16":
         raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
-    target = _model(target_path, "target", device, options, deterministic=deterministic)
     if draft_path is not None:
         check_tokenizers(target_path, draft_path)
+    target = _model(target_path, "target", device, options, deterministic=deterministic)
     if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
@@ -76,8 +77,43 @@ def load_engine(
         probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options.dtype, deterministic=deterministic),
     )
+    engine.facts = facts(
+        _models(target_path, target, draft_path, draft, options.dtype),
+        _engine(target, draft, engine.options, deterministic=deterministic),
+        engine.capacity,
+        bytes_per_token=sum(_bytes_per_token(model) for model in (target, draft) if model is not None),
+    )
     engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
     return engine
+
+
+def _models(
+    target_path: Path, target: PackedModel, draft_path: Path | None, draft: PackedModel | None, dtype: str
+) -> str:
+    words = model_words("target", target_path, target.kind, target.parameters)
+    if draft is not None and draft_path is not None:
+        words += ", " + model_words("draft", draft_path, draft.kind, draft.parameters)
+    return f"{words}, {dtype}"
+
+
+def _engine(
+    target: PackedModel, draft: PackedModel | None, options: EngineOptions, *, deterministic: bool
+) -> str:
+    device = str(target.device)
+    if target.device.type == "cpu":
+        threads = torch.get_num_threads()
+        device += ", 1 thread" if threads == 1 else f", {threads} threads"
+    words = f"{device}; {target.path}"
+    if draft is not None and draft.path != target.path:
+        words += f"; the draft: {draft.path}"
+    drafter = {
+        None: "none, plain decoding",
+        Drafter.LOOKUP: "prompt lookup",
+        Drafter.MODEL: "the draft model",
+    }
+    words += f"; draft tokens: {drafter[options.drafter]}"
+    same = deterministic and target.independent
+    return words + ("; equal seeds give equal text" if same else "; the text may depend on the batch")
 
 
 def _device(name: str) -> torch.device:

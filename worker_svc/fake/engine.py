@@ -23,6 +23,7 @@ from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from worker_svc.engine.cache.blocks import BlockAllocator
 from worker_svc.engine.cache.prompts import CachedPrompts, ContextNames
+from worker_svc.engine.facts import facts
 from worker_svc.engine.interface import (
     CacheChanges,
     Capacity,
@@ -152,6 +153,11 @@ class FakeEngine:
             device="fake",
         )
         self.fingerprint = fingerprint
+        self.facts = facts(
+            "none, the tokens are scripted",
+            "fake: no model runs, and rounds take the time of a cost model",
+            self.capacity,
+        )
         self.length_probe: LengthLearner | None = None
         self._draft_len = min(draft_len, max_draft_len) if self.capacity.draft_blocks else 0
         self._eos_id = eos_id

@@ -215,6 +215,11 @@ class RunnerHandle(Protocol):
         ...
 
     @property
+    def facts(self) -> tuple[str, ...]:
+        """What the engine is, for the log."""
+        ...
+
+    @property
     def probe_kind(self) -> ProbeKind | None:
         """Kind of the engine's probe of output lengths, if it has one."""
         ...

@@ -44,6 +44,7 @@ __all__ = ["EngineLaunch", "EngineProcess"]
 class _Ready:
     capacity: Capacity
     fingerprint: str
+    facts: tuple[str, ...]
     probe_kind: ProbeKind | None
 
 
@@ -111,6 +112,7 @@ class EngineProcess:
     def __init__(self, child: subprocess.Popen[bytes], connection: Connection, ready: _Ready) -> None:
         self.capacity = ready.capacity
         self.fingerprint = ready.fingerprint
+        self.facts = ready.facts
         self.probe_kind = ready.probe_kind
         self._deliver: Callable[[Outcome], None] = lambda _: None
         self._child = child
@@ -252,7 +254,9 @@ def main() -> None:
             connection.send(_Refused(str(error)))
             return
         probe = engine.length_probe
-        connection.send(_Ready(engine.capacity, engine.fingerprint, None if probe is None else probe.kind))
+        connection.send(
+            _Ready(engine.capacity, engine.fingerprint, engine.facts, None if probe is None else probe.kind)
+        )
         _work(engine, connection, settings)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone

@@ -81,6 +81,11 @@ class EngineThread:
         return self._engine.fingerprint
 
     @property
+    def facts(self) -> tuple[str, ...]:
+        """What the engine is, for the log."""
+        return self._engine.facts
+
+    @property
     def probe_kind(self) -> ProbeKind | None:
         """Kind of the engine's probe of output lengths, if it has one."""
         probe = self._engine.length_probe

@@ -37,14 +37,24 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Return True if attention of such a model is computed here."""
-    return (
-        USABLE
-        and device.type == "cpu"
-        and dtype in DTYPES
-        and head_size % GRAIN == 0
-        and head_size <= MOST_HEAD_SIZE
-        and torch.get_num_threads() == 1
-    )
+    return not why_not(device, dtype, head_size)
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Return why attention of such a model is not computed here; empty if it is."""
+    if device.type != "cpu":
+        return "they are for CPUs"
+    if not BUILT:
+        return "this package was built without a C compiler" if MISSED else "they are for x86 CPUs"
+    if not USABLE:
+        return "this CPU has no AVX2"
+    if dtype not in DTYPES:
+        return f"they compute in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if head_size % GRAIN or head_size > MOST_HEAD_SIZE:
+        return f"they take heads of a multiple of {GRAIN} numbers up to {MOST_HEAD_SIZE}, and a head has {head_size}"
+    if torch.get_num_threads() != 1:
+        return f"they take one thread, and LAPS_SD_THREADS is {torch.get_num_threads()}"
+    return ""
 
 
 def multiply(weight: torch.Tensor) -> bool:

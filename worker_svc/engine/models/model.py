@@ -63,6 +63,7 @@ class PackedModel:
         self.role = role
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.parameters = sum(weight.numel() for weight in model.parameters())
         self.pool: KVPool
         self.planner: Planner | KernelPlanner
         self.shape = probe(model, role=role, max_length=max_length)
@@ -170,6 +171,23 @@ class PackedModel:
         return logits if logit_rows is None else logits[: logit_rows.numel()]
 
     @property
+    def path(self) -> str:
+        """What computes this model, in words, and why it is not the fastest path if it is not."""
+        if self.all_by_kernels:
+            return "all layers by the kernels in C"
+        steps = (
+            "torch"
+            if self._lean is not None
+            else f"transformers, since {self.kind} has no short forward here"
+        )
+        if self.by_kernels:
+            return f"attention by the kernels in C, the rest by {steps}"
+        if self.device.type != "cpu":
+            return f"torch's operators on {self.device}, layers by {steps}"
+        reason = kernels.why_not(self.device, self.dtype, self.shape.head_size)
+        return f"torch's operators in place of the kernels in C ({reason}), layers by {steps}"
+
+    @property
     def proposes(self) -> bool:
         """True if `propose` can be called."""
         return self.all_by_kernels
@@ -243,14 +261,16 @@ class PackedModel:
                     )
         except (TypeError, RuntimeError, KeyError, IndexError) as error:
             raise ModelError(
-                f"the {self.role} model ({self._kind()}) cannot run packed: {first_line(error)}"
+                f"the {self.role} model ({self.kind}) cannot run packed: {first_line(error)}"
             ) from error
         tolerance = (1e-4 if self.dtype == torch.float32 else 0.06) * max(1.0, scale)
         if not worst <= tolerance:
             raise ModelError(
-                f"the {self.role} model ({self._kind()}) computes something else when packed than by itself "
+                f"the {self.role} model ({self.kind}) computes something else when packed than by itself "
                 f"(logits differ by {worst:.2g}): this architecture is not supported"
             )
 
-    def _kind(self) -> str:
+    @property
+    def kind(self) -> str:
+        """Name of the architecture, as transformers has it."""
         return type(self.model).__name__

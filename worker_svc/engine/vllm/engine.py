@@ -24,6 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from laps_sd.contract.ends import End
+from worker_svc.engine.facts import facts
 from worker_svc.engine.interface import (
     NO_CHANGES,
     CacheChanges,
@@ -79,6 +80,7 @@ class VllmEngine:
         formats: bool = True,
         share_prefixes: bool = True,
         probe: LengthProbe | None = None,
+        models: str = "",
     ) -> None:
         self.fingerprint = fingerprint
         self.length_probe = probe
@@ -109,6 +111,16 @@ class VllmEngine:
             lookahead=scheduler.num_lookahead_tokens + lag * (1 + scheduler.num_spec_tokens),
             lag=lag,
         )
+        words = (
+            f"vLLM on {self.capacity.device}, because LAPS_SD_ENGINE=vllm; tokens are chosen by "
+            + ("vLLM's sampler" if rules.chooser is Chooser.VLLM else "seed and position")
+            + (
+                f"; up to {self.capacity.max_draft_len} draft tokens a round"
+                if rules.speculates
+                else "; no draft tokens"
+            )
+        )
+        self.facts = facts(models, words, self.capacity)
         if rules.chooser is Chooser.REPLACED:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
 

@@ -17,8 +17,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
+from laps_sd.service.model_dir import served_name
 from laps_vllm import known_faults
 from laps_vllm.versions import VersionError, check_names, check_version
+from worker_svc.engine.facts import model_words, stored_parameters
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.errors import first_line
@@ -63,6 +65,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         formats=tokenizer is not None,
         share_prefixes=options.share_prefixes,
         probe=_probe(core.vllm_config, chooser) if options.length_probe else None,
+        models=_models(core.vllm_config, options.model),
     )
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
@@ -94,6 +97,23 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
         raise ModelError(str(error)) from error
     except Exception as error:  # vLLM raises a dozen types; each means that the model cannot be served
         raise ModelError(f"vLLM cannot load {options.model}: {first_line(error)}") from error
+
+
+def _models(config: Any, target: Path) -> str:
+    """Return the models of this configuration of vLLM in words."""
+    model = config.model_config
+    words = model_words(
+        "target",
+        target,
+        str(getattr(model, "architecture", "unknown architecture")),
+        stored_parameters(target),
+    )
+    speculative = config.speculative_config
+    if speculative is not None:
+        draft = getattr(speculative, "model", None)
+        named = f" {served_name(Path(str(draft)))}" if draft and speculative.method == "draft_model" else ""
+        words += f", draft tokens by {speculative.method}{named}"
+    return f"{words}, {str(model.dtype).removeprefix('torch.')}"
 
 
 def rules_for(config: Any, chooser: Chooser) -> Rules:
