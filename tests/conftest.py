@@ -79,6 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: distribution.rank(item.nodeid.partition("::")[0]))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Commands find the `laps-sd up` of these tests, and no other of this machine."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     return os.environ.get("LAPS_SD_TEST_DEVICE", "cpu")

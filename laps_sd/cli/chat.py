@@ -19,7 +19,7 @@ HELP = "/reset clears the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an
 
 
 def chat(
-    url: dial.UrlOption = dial.GATEWAY,
+    url: dial.UrlOption = None,
     model: ask.ModelOption = "",
     system: ask.SystemOption = None,
     max_tokens: ask.MaxTokensOption = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,24 +13,37 @@ import grpc
 import typer
 
 from laps_sd.client import Client
-from laps_sd.errors import LapsSdError, describe
+from laps_sd.errors import LapsSdError, StartupError, describe
 from laps_sd.service.leader_link import Candidates, named_leader
 from laps_sd.service.wire import Tls, channel_options
+from laps_sd.stack.running import Running, running
 
 GATEWAY = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"
 PLAIN, SECURE = ("grpc", "http"), ("grpcs", "https")
 
+CONNECTION = "Connection"
+"""Title of the group of these options in --help."""
+
 UrlOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--url", envvar="LAPS_SD_URL", help="Gateway as host:port; grpcs://host:port dials with TLS."
+        "--url",
+        envvar="LAPS_SD_URL",
+        help="Gateway as host:port; grpcs://host:port dials with TLS. Default: that of the running `laps-sd up`, else "
+        f"{GATEWAY}.",
+        show_default=False,
+        rich_help_panel=CONNECTION,
     ),
 ]
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(
-        "--api-key", envvar="LAPS_SD_API_KEY", help="Key that names the tenant.", show_default=False
+        "--api-key",
+        envvar="LAPS_SD_API_KEY",
+        help="Key that names the tenant.",
+        show_default=False,
+        rich_help_panel=CONNECTION,
     ),
 ]
 CaOption = Annotated[
@@ -38,6 +52,7 @@ CaOption = Annotated[
         "--tls-ca",
         envvar="LAPS_SD_TLS_CA",
         help="CA file that verifies the server, instead of the system's roots.",
+        rich_help_panel=CONNECTION,
     ),
 ]
 TlsNameOption = Annotated[
@@ -46,30 +61,94 @@ TlsNameOption = Annotated[
         "--tls-name",
         help="Name in the server's certificate, if it is not the host in --url (a port-forward).",
         show_default=False,
+        rich_help_panel=CONNECTION,
     ),
 ]
 SchedulerOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--scheduler",
         envvar="LAPS_SD_SCHEDULER_SEEDS",
-        help="Schedulers of the shard, host:port[,host:port ...].",
+        help="Schedulers of the shard, host:port[,host:port ...]. Default: those of the running `laps-sd up`, else "
+        f"{SCHEDULER}.",
+        show_default=False,
+        rich_help_panel=CONNECTION,
     ),
 ]
 LinkCaOption = Annotated[
     Path | None,
-    typer.Option("--tls-ca", envvar="LAPS_SD_LINK_TLS_CA", help="CA file that verifies the scheduler: TLS."),
+    typer.Option(
+        "--tls-ca",
+        envvar="LAPS_SD_LINK_TLS_CA",
+        help="CA file that verifies the scheduler: TLS.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 LinkCertOption = Annotated[
     Path | None,
-    typer.Option("--tls-cert", envvar="LAPS_SD_LINK_TLS_CERT", help="Certificate to show (mutual TLS)."),
+    typer.Option(
+        "--tls-cert",
+        envvar="LAPS_SD_LINK_TLS_CERT",
+        help="Certificate to show (mutual TLS).",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 LinkKeyOption = Annotated[
-    Path | None, typer.Option("--tls-key", envvar="LAPS_SD_LINK_TLS_KEY", help="Key of --tls-cert.")
+    Path | None,
+    typer.Option(
+        "--tls-key",
+        envvar="LAPS_SD_LINK_TLS_KEY",
+        help="Key of --tls-cert.",
+        rich_help_panel=CONNECTION,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Reply = TypeVar("Reply")
+
+
+def gateway(given: str | None) -> str:
+    """Return the gateway to call: the given one, that of the running `laps-sd up`, or the default."""
+    if given is not None:
+        return given
+    one = _only_running("--url", lambda one: one.gateway)
+    return GATEWAY if one is None else one.gateway
+
+
+def schedulers(given: str | None) -> str:
+    """Return the schedulers of the shard to call: the given ones, those of the running `laps-sd up`, or the
+    default.
+    """
+    if given is not None:
+        return given
+    one = _only_running("--scheduler", lambda one: ",".join(_first_shard(one)))
+    if one is None:
+        return SCHEDULER
+    if len(one.schedulers) > 1:
+        shards = "; ".join(f"{shard}: {','.join(seeds)}" for shard, seeds in one.schedulers.items())
+        print(
+            f"laps-sd: this is the first of several shards; --scheduler names another: {shards}",
+            file=sys.stderr,
+        )
+    return ",".join(_first_shard(one))
+
+
+def _first_shard(one: Running) -> list[str]:
+    return next(iter(one.schedulers.values()), [SCHEDULER])
+
+
+def _only_running(flag: str, address: Callable[[Running], str]) -> Running | None:
+    """Return the `laps-sd up` that runs on this machine; None if none does. Raises StartupError for several."""
+    found = running()
+    if len(found) > 1:
+        lines = [
+            f"  {flag} {address(one)}  process {one.process}, model {one.model}, started in {one.folder}"
+            for one in found
+        ]
+        raise StartupError(
+            f"{len(found)} `laps-sd up` run on this machine; {flag} chooses one:\n" + "\n".join(lines)
+        )
+    return found[0] if found else None
 
 
 def endpoint(url: str, files: Tls, name: str = "") -> tuple[str, Tls | None]:
@@ -90,10 +169,10 @@ def endpoint(url: str, files: Tls, name: str = "") -> tuple[str, Tls | None]:
 
 @contextmanager
 def client(
-    url: str, ca: Path | None = None, *, name: str = "", api_key: str | None = None
+    url: str | None, ca: Path | None = None, *, name: str = "", api_key: str | None = None
 ) -> Iterator[Client]:
-    """Open a client of a gateway. A call that fails before it is accepted is not repeated."""
-    address, tls = endpoint(url, Tls(ca=ca), name)
+    """Open a client of a gateway (see `gateway`). A call that fails before it is accepted is not repeated."""
+    address, tls = endpoint(gateway(url), Tls(ca=ca), name)
     with Client(address, tls=tls, api_key=api_key, retry_s=0.0) as made:
         yield made
 
@@ -121,17 +200,20 @@ def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def call_leader(
-    schedulers: str,
+    seeds: str | None,
     call: Callable[[grpc.Channel], Reply],
     *,
     ca: Path | None = None,
     cert: Path | None = None,
     key: Path | None = None,
 ) -> Reply:
-    """Call the leader: try each address in turn, and the one that a standby refers to. Any file means TLS."""
+    """Call the leader: try each address in turn, and the one that a standby refers to. Any file means TLS.
+
+    `seeds`: see `schedulers`.
+    """
     if (cert is None) != (key is None):
         raise typer.BadParameter("--tls-cert and --tls-key come together")
-    candidates = Candidates(address.strip() for address in schedulers.split(",") if address.strip())
+    candidates = Candidates(address.strip() for address in schedulers(seeds).split(",") if address.strip())
     last: grpc.RpcError | None = None
     while (address := candidates.next_address()) is not None:
         try:

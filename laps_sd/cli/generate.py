@@ -19,7 +19,7 @@ DEMO_TIMEOUT_S = 120.0
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt; - reads standard input.")],
-    url: dial.UrlOption = dial.GATEWAY,
+    url: dial.UrlOption = None,
     model: ask.ModelOption = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the text unchanged, without the model's chat template.")

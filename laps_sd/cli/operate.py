@@ -26,14 +26,14 @@ BESIDE_THE_BAR, SHORTEST_BAR, LONGEST_BAR = 24, 10, 80  # characters
 
 def explain(
     request_id: Annotated[str, typer.Argument(help="As the last line of `generate` names it.")],
-    url: dial.UrlOption = dial.GATEWAY,
+    url: dial.UrlOption = None,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
     tls_name: dial.TlsNameOption = "",
     as_json: dial.JsonOption = False,
 ) -> None:
     """Say where a request stands and why: level, rank, estimate (seconds of machine time) and story."""
-    with dial.channel(url, tls_ca, name=tls_name) as channel:
+    with dial.channel(dial.gateway(url), tls_ca, name=tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         reply = stub.Explain(
             pb.ExplainRequest(request_id=request_id), timeout=TIMEOUT_S, metadata=dial.metadata(api_key)
@@ -99,7 +99,7 @@ def _why_ahead(e: pb.Explanation) -> str:
 
 
 def queue(
-    scheduler: dial.SchedulerOption = dial.SCHEDULER,
+    scheduler: dial.SchedulerOption = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Entries at most.")] = 20,
     as_json: dial.JsonOption = False,
     tls_ca: dial.LinkCaOption = None,
@@ -175,7 +175,7 @@ def _show(table: Table) -> None:
 
 
 def workers(
-    scheduler: dial.SchedulerOption = dial.SCHEDULER,
+    scheduler: dial.SchedulerOption = None,
     as_json: dial.JsonOption = False,
     tls_ca: dial.LinkCaOption = None,
     tls_cert: dial.LinkCertOption = None,
@@ -216,7 +216,7 @@ def workers(
 
 def drain(
     worker: Annotated[str, typer.Argument(help="Name or id, as `laps-sd workers` shows it.")],
-    scheduler: dial.SchedulerOption = dial.SCHEDULER,
+    scheduler: dial.SchedulerOption = None,
     tls_ca: dial.LinkCaOption = None,
     tls_cert: dial.LinkCertOption = None,
     tls_key: dial.LinkKeyOption = None,

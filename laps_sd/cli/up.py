@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,56 +18,77 @@ from rich.console import Console
 from rich.status import Status
 
 from laps_sd.cli import dial, generate, operate
-from laps_sd.errors import LapsSdError
+from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import PREFIX, unknown_sentences
+from laps_sd.service.model_dir import served_name
 from laps_sd.stack.local import LocalStack, Progress
-from laps_sd.stack.options import StackOptions
+from laps_sd.stack.log_watch import LogWatch
+from laps_sd.stack.options import StackOptions, check_models, with_local_models
 from laps_sd.stack.ports import Ports
 from laps_sd.stack.record_watch import RecordWatch
+from laps_sd.stack.running import Running, directory, published, running
 from laps_sd.stack.supervisor import Supervisor
 
 DEMO_PROMPT = "Tell me a story about the harbour."
 DEMO_TOKENS = 200
+DEMO_MODEL = "laps-sd-demo"
+"""Name of the shipped pair."""
 DEMO_SEED = 8
 LOOK_EVERY_S = 0.5
 ORDER = ("gateway", "scheduler", "worker", "valkey")
 """Order of the components in the list: what a client needs comes first."""
 
 
+MODELS, SYSTEM, ADDRESSES, TERMINAL = "Models", "System", "Addresses and data", "Terminal"
+"""Titles of the groups of options in --help."""
+
+
 def up(
-    workers: Annotated[int, typer.Option(min=0, help="Worker processes of each shard.")] = 1,
-    shards: Annotated[
-        int, typer.Option(min=1, max=64, help="Shards: schedulers that share the requests among them.")
-    ] = 1,
-    schedulers: Annotated[
-        int,
-        typer.Option(
-            min=1, max=16, help="Schedulers of each shard: one leads, the others take over when it dies."
+    context: typer.Context,
+    named: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Target model: a directory, or its name on the Hugging Face hub, org/name[@revision] (default: the"
+            " demo pair). The same as --target.",
+            show_default=False,
         ),
-    ] = 1,
-    gateways: Annotated[
-        int,
+    ] = None,
+    target: Annotated[
+        Path | None,
         typer.Option(
-            min=1,
-            max=16,
-            help="Gateways; clients may use any of them. The first has the ports below, the others free ones.",
+            envvar="LAPS_SD_TARGET",
+            help="Target model, as MODEL.",
+            show_default=False,
+            rich_help_panel=MODELS,
         ),
-    ] = 1,
-    policy: Annotated[
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="LAPS_SD_DRAFT",
+            help="Its draft model, a directory or a name as MODEL (default: none; draft tokens then come from"
+            " prompt lookup).",
+            show_default=False,
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    model: Annotated[
         str | None,
         typer.Option(
-            envvar="LAPS_SD_POLICY",
-            help="Order of requests: laps-sd (default), laps-sd-paper, sd-index, srpt-length, sjf-length, las, mlfq"
-            " or fcfs.",
+            envvar="LAPS_SD_MODEL",
+            help="Name that clients use (default: the name of the target, or of its directory).",
             show_default=False,
+            rich_help_panel=MODELS,
         ),
     ] = None,
     engine: Annotated[
         Literal["auto", "demo", "fake", "vllm"],
         typer.Option(
             envvar="LAPS_SD_ENGINE",
-            help="auto: --target if given, else demo; demo: the shipped model pair; vllm: the same as auto, in vLLM,"
-            " which the workers' Python environment must have; fake: no model, scripted tokens.",
+            help="auto: the target if one is given, else demo; demo: the shipped model pair; vllm: the same as auto, in"
+            " vLLM, which the workers' Python environment must have; fake: no model, scripted tokens.",
+            rich_help_panel=MODELS,
         ),
     ] = "auto",
     worker_python: Annotated[
@@ -73,30 +97,17 @@ def up(
             help="Python interpreter of the workers, if another environment has the packages of their engine"
             " (vLLM and laps-sd itself); default: the one of this command.",
             show_default=False,
+            rich_help_panel=MODELS,
         ),
     ] = None,
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="LAPS_SD_TARGET",
-            help="Directory of the target model (default: the demo pair).",
-            show_default=False,
-        ),
-    ] = None,
-    draft: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="LAPS_SD_DRAFT",
-            help="Directory of its draft model (default: none).",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(envvar="LAPS_SD_MODEL", help="Name that clients use.")
-    ] = "laps-sd-demo",
     device: Annotated[
         str | None,
-        typer.Option(envvar="LAPS_SD_DEVICE", help="cpu, cuda or cuda:N (default: cpu).", show_default=False),
+        typer.Option(
+            envvar="LAPS_SD_DEVICE",
+            help="cpu, cuda or cuda:N (default: cpu).",
+            show_default=False,
+            rich_help_panel=MODELS,
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -104,6 +115,7 @@ def up(
             envvar="LAPS_SD_DTYPE",
             help="float32, bfloat16 or float16 (default: float32).",
             show_default=False,
+            rich_help_panel=MODELS,
         ),
     ] = None,
     context_tokens: Annotated[
@@ -113,6 +125,7 @@ def up(
             envvar="LAPS_SD_CONTEXT_TOKENS",
             help="Maximum tokens of prompt and output of a request (default: the model's limit, at most 8192).",
             show_default=False,
+            rich_help_panel=MODELS,
         ),
     ] = None,
     slots: Annotated[
@@ -122,15 +135,65 @@ def up(
             envvar="LAPS_SD_SLOTS",
             help="Maximum requests in one round of a worker (default: 8).",
             show_default=False,
+            rich_help_panel=MODELS,
         ),
     ] = None,
     threads: Annotated[
-        int, typer.Option(min=1, envvar="LAPS_SD_THREADS", help="CPU threads of each worker.")
+        int,
+        typer.Option(
+            min=1,
+            envvar="LAPS_SD_THREADS",
+            help="CPU threads of each worker.",
+            rich_help_panel=MODELS,
+        ),
     ] = 1,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Worker processes of each shard.", rich_help_panel=SYSTEM)
+    ] = 1,
+    shards: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Shards: schedulers that share the requests among them.",
+            rich_help_panel=SYSTEM,
+        ),
+    ] = 1,
+    schedulers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Schedulers of each shard: one leads, the others take over when it dies.",
+            rich_help_panel=SYSTEM,
+        ),
+    ] = 1,
+    gateways: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Gateways; clients may use any of them. The first has the ports below, the others free ones.",
+            rich_help_panel=SYSTEM,
+        ),
+    ] = 1,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LAPS_SD_POLICY",
+            help="Order of requests: laps-sd (default), laps-sd-paper, sd-index, srpt-length, sjf-length, las, mlfq"
+            " or fcfs.",
+            show_default=False,
+            rich_help_panel=SYSTEM,
+        ),
+    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option(
-            envvar="LAPS_SD_REDIS_URL", help="Redis or Valkey (default: embedded).", show_default=False
+            envvar="LAPS_SD_REDIS_URL",
+            help="Redis or Valkey (default: embedded).",
+            show_default=False,
+            rich_help_panel=ADDRESSES,
         ),
     ] = None,
     data_dir: Annotated[
@@ -139,23 +202,52 @@ def up(
             help="Directory of the embedded record, with prompts and outputs; only you can read it (0700)."
             " Default: a temporary one, deleted at the end.",
             show_default=False,
+            rich_help_panel=ADDRESSES,
         ),
     ] = None,
     gateway_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="gRPC port of the first gateway; 0: a free one.")
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="gRPC port of the first gateway; 0: a free one.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = 50051,
     http_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="HTTP port of the first gateway (OpenAI); 0: a free one.")
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="HTTP port of the first gateway (OpenAI); 0: a free one.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = 8000,
     scheduler_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="gRPC port of the first scheduler; 0: a free one.")
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="gRPC port of the first scheduler; 0: a free one.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = 50052,
     metrics_port: Annotated[
-        int, typer.Option(min=0, max=65000, help="First of one metrics port per process; 0: free ones.")
+        int,
+        typer.Option(
+            min=0,
+            max=65000,
+            help="First of one metrics port per process; 0: free ones.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = 9090,
-    demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Send one prompt and show its text.")] = True,
+    demo: Annotated[
+        bool,
+        typer.Option("--demo/--no-demo", help="Send one prompt and show its text.", rich_help_panel=TERMINAL),
+    ] = True,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Keep debug logs, and print their folder.")
+        bool,
+        typer.Option("--verbose", help="Keep debug logs, and print their folder.", rich_help_panel=TERMINAL),
     ] = False,
 ) -> None:
     """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C.
@@ -165,6 +257,11 @@ def up(
     console = Console(stderr=True, highlight=False)
     for sentence in unknown_sentences():
         console.print(f"laps-sd: {sentence}", soft_wrap=True)
+    if named is not None:
+        given = context.get_parameter_source("target")
+        if given is not None and given.name == "COMMANDLINE":
+            raise StartupError(f"MODEL and --target are the same: give {named} or {target}, not both.")
+        target = named
     options = StackOptions(
         workers=workers,
         shards=shards,
@@ -175,7 +272,7 @@ def up(
         worker_python=worker_python,
         target=target,
         draft=draft,
-        model=model,
+        model=model or (DEMO_MODEL if target is None else served_name(target)),
         device=device,
         dtype=dtype,
         context_tokens=context_tokens,
@@ -187,26 +284,36 @@ def up(
         # The services get the other settings of the shell too; those of the stack take precedence.
         environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
     )
+    # Before anything starts: a mistake is seen in a second.
+    options = with_local_models(options)
+    check_models(options)
     ports = Ports(
         gateway=gateway_port, http=http_port, scheduler=scheduler_port, metrics=metrics_port or None
     )
     # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = _line_printer(console)
     with console.status("starting") as status:
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
-        stack.start()
+        watch = LogWatch(stack, report=report).start()
+        try:
+            stack.start()
+            watch.look()  # what the workers are, before the addresses
+        except BaseException:
+            watch.stop()
+            raise
     try:
-        report = _line_printer(console)
         with (
             Supervisor(stack, report=report) as supervisor,
             RecordWatch(stack, report=report, describe=operate.outage_sentence),
+            _published(console, stack) as alone,
         ):
             api_key = os.environ.get(f"{PREFIX}API_KEY")
             # Without the key that the gateway needs, the demo would be refused.
             if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
                 _show_demo(console, stack, api_key)
-            _print_usage(console, stack, verbose)
+            _print_usage(console, stack, verbose, alone=alone)
             while supervisor.failure is None:
                 time.sleep(LOOK_EVERY_S)
             raise supervisor.failure
@@ -216,7 +323,50 @@ def up(
         # A second Ctrl-C must not interrupt the stop, which is bounded anyway.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watch.stop()  # that peers leave is what a stop looks like
         stack.stop()
+
+
+@contextlib.contextmanager
+def _published(console: Console, stack: LocalStack) -> Iterator[bool]:
+    """Publish the addresses for the other commands inside the context; yield whether these find this system alone."""
+    schedulers: dict[str, list[str]] = {}
+    for name, shard in stack.schedulers.items():
+        schedulers.setdefault(shard, []).append(stack.address(name))
+    one = Running(
+        process=os.getpid(),
+        gateway=stack.gateway_address,
+        schedulers=schedulers,
+        model=stack.options.model,
+        folder=os.getcwd(),  # noqa: PTH109  a text
+    )
+    with contextlib.ExitStack() as stack_of_files:
+        try:
+            stack_of_files.enter_context(published(one))
+        except OSError as error:
+            console.print(
+                f"laps-sd: other commands need the addresses below, because {directory()} cannot be written: "
+                f"{error.strerror or error}",
+                markup=False,
+                soft_wrap=True,
+            )
+            yield False
+        else:
+            yield len(running()) == 1
+
+
+def own_command() -> str:
+    """Return how the user can call this program from the current directory."""
+    beside = Path(sys.executable).parent / "laps-sd"
+    found = shutil.which("laps-sd")
+    if found is not None and Path(found).parent.resolve() == beside.parent.resolve():
+        return "laps-sd"
+    program = beside if beside.is_file() else Path(sys.executable)
+    with contextlib.suppress(ValueError):
+        program = program.relative_to(Path.cwd())
+    # A name without a slash would be looked for in PATH.
+    text = str(program) if program.is_absolute() or len(program.parts) > 1 else f"./{program}"
+    return shlex.quote(text) + ("" if beside.is_file() else " -m laps_sd")
 
 
 def _reporter(console: Console, status: Status) -> Progress:
@@ -276,7 +426,8 @@ def _endpoints(stack: LocalStack, name: str) -> str:
     return ", ".join(parts)
 
 
-def _print_usage(console: Console, stack: LocalStack, verbose: bool) -> None:
+def _print_usage(console: Console, stack: LocalStack, verbose: bool, *, alone: bool) -> None:
+    """Print where the system listens and what to try; `alone`: the commands find it without its addresses."""
     console.print("\nListening:")
     for name in sorted(stack.children, key=lambda name: ORDER.index(name.split("-")[0])):
         console.print(
@@ -285,11 +436,12 @@ def _print_usage(console: Console, stack: LocalStack, verbose: bool) -> None:
             soft_wrap=True,
         )
     gateway = stack.gateway_address
-    elsewhere = "" if gateway == dial.GATEWAY else f" --url {gateway}"
+    elsewhere = "" if alone else f" --url {gateway}"
+    command = own_command()
     console.print("A process that is killed is started again on the same ports: try kill -9 NUMBER.")
     console.print("Try in another terminal:")
     console.print(
-        f'  laps-sd generate "What is the capital of France?"{elsewhere}', markup=False, soft_wrap=True
+        f'  {command} generate "What is the capital of France?"{elsewhere}', markup=False, soft_wrap=True
     )
     console.print(
         f'  grpcurl -plaintext -d \'{{"text": "Once"}}\' {gateway} laps_sd.v1.Inference/GenerateStream',
@@ -302,10 +454,10 @@ def _print_usage(console: Console, stack: LocalStack, verbose: bool) -> None:
         markup=False,
         soft_wrap=True,
     )
-    console.print(f"  laps-sd explain REQUEST_ID{elsewhere}", markup=False, soft_wrap=True)
+    console.print(f"  {command} explain REQUEST_ID{elsewhere}", markup=False, soft_wrap=True)
     seeds = ",".join(stack.address(name) for name in stack.of_shard(stack.options.shard, "scheduler"))
-    of_which = "" if seeds == dial.SCHEDULER else f" --scheduler {seeds}"
-    console.print(f"  laps-sd workers{of_which}", markup=False, soft_wrap=True)
+    of_which = "" if alone else f" --scheduler {seeds}"
+    console.print(f"  {command} workers{of_which}", markup=False, soft_wrap=True)
     if verbose:
         console.print(f"Logs: {stack.dir}")
     console.print("Ctrl-C stops everything.")

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import termios
@@ -540,6 +541,23 @@ def test_a_program_that_the_command_becomes_knows_its_version(program):
     assert (done.returncode, done.stdout) == (0, f"laps-sd {__version__}\n"), done.stderr
 
 
+def test_help_has_the_flags_in_groups():
+    up, generate, worker = (laps_sd(name, "--help").stdout for name in ("up", "generate", "worker"))
+
+    assert [
+        title for title in ("Models", "System", "Addresses and data", "Terminal") if f"─ {title} ─" in up
+    ] == [
+        "Models",
+        "System",
+        "Addresses and data",
+        "Terminal",
+    ]
+    assert "─ Connection ─" in generate and "─ Sampling ─" in generate
+    titles = re.findall(r"^(\w.*):$", worker, re.MULTILINE)
+    assert titles[:3] == ["Options", "Worker", "Models"]
+    assert titles.index("Engine fake") < titles.index("TLS of the listener")
+
+
 @pytest.mark.parametrize("name", ["", "a b", "../etc", "[x]", "a\nkeys = []", "x" * 65, "-x"])
 def test_a_key_is_made_for_names_that_gateways_accept(name):
     from gateway.tenants import KeyFile
@@ -555,6 +573,38 @@ def test_a_key_is_made_for_names_that_gateways_accept(name):
 
 def test_a_key_for_calls_without_a_key_is_refused():
     assert laps_sd("key", "anonymous").returncode == 2
+
+
+def test_a_target_is_named_once():
+    done = laps_sd("up", "/nowhere", "--target", "/elsewhere")
+
+    assert "MODEL and --target are the same: give /nowhere or /elsewhere, not both" in done.stderr
+    assert done.returncode == 1
+
+
+def test_a_model_of_the_hub_that_is_not_here_is_said_before_anything_starts(tmp_path):
+    done = laps_sd("up", "acme/large", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+
+    assert done.returncode == 1
+    assert "`hf download acme/large` downloads it" in done.stderr
+    assert "ready" not in done.stderr
+
+
+def test_a_draft_of_another_tokenizer_is_refused_before_anything_starts(tmp_path):
+    target = ROOT / "worker_svc" / "demo" / "target"
+    draft = shutil.copytree(ROOT / "worker_svc" / "demo" / "draft", tmp_path / "draft")
+    body = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = body["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.get)
+    body["model"]["vocab"] = dict(zip(words, [*range(7), *range(len(words) - 1, 6, -1)], strict=True))
+    (draft / "tokenizer.json").write_text(json.dumps(body))
+
+    done = laps_sd("up", str(target), "--draft", str(draft))
+
+    assert done.returncode == 1
+    assert f"--draft {draft} does not fit: target and draft have different tokenizers" in done.stderr
+    assert re.search(r"the first that differs is id \d+: '.*' in the target, '.*' in the draft", done.stderr)
+    assert "ready" not in done.stderr
 
 
 def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path):

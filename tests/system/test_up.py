@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,7 +103,7 @@ def test_the_text_of_the_command_goes_on_when_its_gateway_is_killed(up: Up) -> N
     assert summary.startswith("-- length: 600 tokens")
     assert command.returncode == 0
     wait_until(lambda: len(up.said("gateway-0 .* was killed")) > deaths, description="its death is shown")
-    wait_until(lambda: up.lines[-1].startswith("gateway-0 is ready again", 10), description="it is back")
+    wait_until(lambda: len(up.said("gateway-0 is ready again")) > deaths, description="it is back")
 
 
 def test_ctrl_c_ends_the_request_of_the_command(up: Up) -> None:
@@ -205,18 +206,73 @@ def test_it_starts_several_and_says_which_listens_where_and_keeps_the_record_to_
         up.kill(f"scheduler-{leader}")
         with Client(up.grpc("gateway-0"), retry_s=20) as client:
             assert client.generate("Once", seed=1, max_tokens=8).text in texts
-        [command] = [line for line in up.lines if line.startswith("  laps-sd workers")]
-        shown = subprocess.run(
-            [sys.executable, "-m", *command.replace("laps-sd", "laps_sd").split()],
-            capture_output=True,
-            text=True,
-        )
+        [command] = re.findall(r"^  (\S*laps-sd workers.*)$", up.terminal, re.MULTILINE)
+        shown = subprocess.run(command, shell=True, capture_output=True, text=True)
         assert "worker-0" in shown.stdout, shown.stderr
 
         assert any(path.suffix == ".aof" for path in (data / "appendonlydir").iterdir())
         modes = {path: path.stat().st_mode & 0o777 for path in (data, *data.rglob("*"))}
     assert set(modes.values()) == {0o700, 0o600}
     assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items())
+
+
+def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "laps_sd", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+    )
+
+
+def test_no_command_needs_an_address_on_the_machine_of_one_system(tmp_path: Path) -> None:
+    """The model is one of the hub that was downloaded; the tokens come from the fake engine."""
+    target = Path(__file__).parents[2] / "worker_svc" / "demo" / "target"
+    snapshot = tmp_path / "hub" / "models--acme--small" / "snapshots" / "abc123"
+    shutil.copytree(target, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    (snapshot / "model.safetensors").symlink_to(target / "model.safetensors")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc123")
+    here = {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
+    hub = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    with Up("acme/small", environment=here | hub) as up:
+        assert up.said(r"worker-0  model: target acme/small \(LlamaForCausalLM, 4.7 M parameters\), float32")
+        assert up.said(r"worker-0  engine: cpu, 1 thread; .*; draft tokens: prompt lookup")
+        assert up.said(r"worker-0  room: 2048 tokens of context, 8 slots")
+        assert '"model": "acme/small"' in up.terminal
+
+        generated = command("generate", "Once", "--max-tokens", "8", **here)
+        assert generated.returncode == 0, generated.stderr
+        [request_id] = re.findall(r"\[(s0\.\w+)\]", generated.stderr)
+        assert request_id in command("explain", request_id, **here).stdout
+        assert "0 requests" in command("queue", **here).stdout
+        assert "worker-0" in command("workers", **here).stdout
+        wait_until(
+            lambda: up.said(rf"gateway-0  request ended  request_id={request_id} tenant=anonymous end="),
+            description="the line of the request is on the terminal",
+        )
+        elsewhere = command("generate", "Once", "--url", "127.0.0.1:1", **here)
+        assert "no server answers at the address" in elsewhere.stderr
+
+        with Up("--engine", "fake", environment=here) as other:
+            several = command("workers", **here)
+            assert several.returncode == 1
+            for each in (up, other):
+                assert f"--scheduler {each.grpc('scheduler-0')}" in several.stderr
+            assert f"workers --scheduler {other.grpc('scheduler-0')}" in other.terminal
+        assert "drains" in command("drain", "worker-0", **here).stdout
+        wait_until(lambda: up.said("worker-0 .*: it was drained"), description="the worker has left")
+    assert not list((tmp_path / "runtime" / "laps-sd").iterdir())
+
+
+def test_warnings_of_the_children_are_on_the_terminal(up: Up) -> None:
+    before = len(up.said("worker-0  warning:"))
+    up.kill("scheduler-0")
+
+    wait_until(
+        lambda: len(up.said("worker-0  warning:")) > before, description="the worker's warning is shown"
+    )
+    wait_until(lambda: up.said("scheduler-0 is ready again"), description="it is back")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,72 @@
+"""The lines of the children's logs that `laps-sd up` shows."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from laps_sd.service.log import FACTS, REQUEST_ENDED, SHARD_LOAD, configure, get_logger
+from laps_sd.stack.log_watch import lines_to_show
+
+
+@pytest.fixture
+def written() -> Iterator[io.StringIO]:
+    """Return where the log of a service goes, as `laps-sd up` starts it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    out = io.StringIO()
+    configure("gateway", stream=out, style="console", level="debug")
+    yield out
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def test_warnings_and_errors_are_shown_and_what_is_usual_is_not(written: io.StringIO) -> None:
+    log = get_logger("gateway.links.link")
+    log.debug("dialling", address="a:1")
+    log.info("listening", port=1)
+    log.warning("the stream broke", shard="s0")
+    logging.getLogger("aiohttp").error("a library failed")
+
+    assert list(lines_to_show(written.getvalue())) == [
+        "warning: the stream broke  shard=s0",
+        "error: a library failed",
+    ]
+
+
+def test_an_error_comes_with_the_last_line_of_its_traceback(written: io.StringIO) -> None:
+    try:
+        raise ValueError("no such thing")
+    except ValueError as error:
+        get_logger("x").error("task ended", task="links", exc_info=error)
+    get_logger("x").info("stopped")
+
+    assert list(lines_to_show(written.getvalue())) == [
+        "error: task ended  task=links (ValueError: no such thing)"
+    ]
+
+
+def test_what_an_operator_looks_for_is_shown_in_the_order_of_its_fields(written: io.StringIO) -> None:
+    log = get_logger("x")
+    log.info(REQUEST_ENDED, request_id="s0.a", tenant="acme", end="stop")
+    log.info(SHARD_LOAD, running=1, waiting=0)
+    for fact in FACTS:
+        log.info(f"{fact} something")
+
+    assert list(lines_to_show(written.getvalue())) == [
+        "request ended  request_id=s0.a tenant=acme end=stop",
+        "load  running=1 waiting=0",
+        "model: something",
+        "engine: something",
+        "room: something",
+    ]
+
+
+def test_a_mistyped_variable_is_not_repeated_by_every_child(written: io.StringIO) -> None:
+    get_logger("x").warning("unknown LAPS_SD variables, ignored", nearest_known={"LAPS_SD_A": None})
+
+    assert list(lines_to_show(written.getvalue())) == []
