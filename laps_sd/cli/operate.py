@@ -1,21 +1,26 @@
-"""What an operator asks: explain, queue, workers, drain."""
+"""The commands of an operator: explain, queue, workers, drain."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
+import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from laps_sd.cli import dial
+from laps_sd.cli.tables import Column, fitted, output_width
 from laps_sd.cli.timeline import timeline
+from laps_sd.cli.watch import EVERY_S, show, watch
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
@@ -32,14 +37,14 @@ def explain(
     tls_name: dial.TlsNameOption = "",
     as_json: dial.JsonOption = False,
 ) -> None:
-    """Say where a request stands and why: level, rank, estimate (seconds of machine time) and story."""
+    """Show the place of a request and its reasons: level, rank, estimate (seconds of machine time) and story."""
     with dial.channel(dial.gateway(url), tls_ca, name=tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         reply = stub.Explain(
             pb.ExplainRequest(request_id=request_id), timeout=TIMEOUT_S, metadata=dial.metadata(api_key)
         )
     if as_json:
-        _print_json(reply.explanation)
+        print(_json(reply.explanation))
         return
     for line in explanation_lines(reply.explanation):
         print(line)
@@ -86,7 +91,7 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
 
 
 def _why_ahead(e: pb.Explanation) -> str:
-    """What puts them there, unless it is only what the next line says."""
+    """Return what puts them there; empty if it is only the order in the next line."""
     told = {
         "of higher priority": e.ahead_by_priority,
         "of tenants that had less": e.ahead_by_tenant,
@@ -98,56 +103,65 @@ def _why_ahead(e: pb.Explanation) -> str:
     return ": " + ", ".join(f"{count} {why}" for why, count in told.items() if count)
 
 
+WatchOption = Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")]
+
+
 def queue(
     scheduler: dial.SchedulerOption = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Entries at most.")] = 20,
     as_json: dial.JsonOption = False,
+    watched: WatchOption = False,
     tls_ca: dial.LinkCaOption = None,
     tls_cert: dial.LinkCertOption = None,
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
-    """Show the queue of a shard, best first (times in seconds)."""
-    reply = dial.call_leader(
-        scheduler,
-        lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
-            admin_pb2.ListQueueRequest(limit=limit), timeout=TIMEOUT_S
-        ),
-        ca=tls_ca,
-        cert=tls_cert,
-        key=tls_key,
-    )
-    if as_json:
-        _print_json(reply)
-        return
-    _show_outage(reply)
-    _show(queue_table(reply))
-    print(f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else ""))
+    """Show the queue of a shard, best first (times in seconds).
 
+    On a narrow terminal the least important columns are left out; --json has all.
+    """
+    seeds = dial.schedulers(scheduler)
 
-def queue_table(reply: admin_pb2.ListQueueResponse) -> Table:
-    """The queue as a person reads it; what the policy does not have is left out."""
-    table = _table("request", "state", "prio", "ordered by", "waiting s", "attained s", "tokens", "worker")
-    if any(e.HasField("perceptible") for e in reply.entries):
-        table.add_column("perceptible")
-    for e in reply.entries:
-        state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
-        known = ["yes" if e.perceptible else "no"] if e.HasField("perceptible") else []
-        table.add_row(
-            e.request_id,
-            state,
-            str(e.priority),
-            e.ordered_by,
-            f"{e.waiting_s:.1f}",
-            f"{e.attained_s:.3f}",
-            str(e.emitted_tokens),
-            e.worker_id,
-            *known,
+    def read() -> list[RenderableType]:
+        reply = dial.call_leader(
+            seeds,
+            lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
+                admin_pb2.ListQueueRequest(limit=limit), timeout=TIMEOUT_S
+            ),
+            ca=tls_ca,
+            cert=tls_cert,
+            key=tls_key,
         )
-    return table
+        if as_json:
+            return [_json(reply, indent=None if watched else 2)]
+        total = f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else "")
+        return [*_outage(reply), queue_table(reply, output_width()), Text(total)]
+
+    _show(read, watched=watched, as_json=as_json)
+
+
+def queue_table(reply: admin_pb2.ListQueueResponse, width: int | None = None) -> Table:
+    """The queue as a person reads it, at most `width` wide; what the policy does not have is left out."""
+    entries = reply.entries
+    columns = [
+        Column("request", [e.request_id for e in entries]),
+        Column(
+            "state", [pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower() for e in entries], 1
+        ),
+        Column("prio", [str(e.priority) for e in entries], 7),
+        Column("ordered by", [e.ordered_by for e in entries], 5, shortest=16),
+        Column("waiting s", [f"{e.waiting_s:.1f}" for e in entries], 2),
+        Column("attained s", [f"{e.attained_s:.3f}" for e in entries], 6),
+        Column("tokens", [str(e.emitted_tokens) for e in entries], 3),
+        Column("worker", [e.worker_id for e in entries], 4),
+    ]
+    if any(e.HasField("perceptible") for e in entries):
+        known = [("yes" if e.perceptible else "no") if e.HasField("perceptible") else "" for e in entries]
+        columns.append(Column("perceptible", known, 8))
+    return fitted(columns, width)
 
 
 def outage_sentence(outage: admin_pb2.RecordOutage) -> str:
-    """Say since when the record cannot be written, and why."""
+    """Return since when the record cannot be written, and why."""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - outage.lasts_s))
     return (
         f"the record cannot be written since {since} ({outage.lasts_s:.0f} s), {outage.fault}: {outage.error.rstrip('.')}. "
@@ -155,63 +169,85 @@ def outage_sentence(outage: admin_pb2.RecordOutage) -> str:
     )
 
 
-def _show_outage(reply: admin_pb2.ListQueueResponse | admin_pb2.ListWorkersResponse) -> None:
-    if reply.HasField("record_outage"):
-        print(outage_sentence(reply.record_outage))
-
-
-def _table(*columns: str) -> Table:
-    """Narrow: nothing but a line below the heads."""
-    return Table(*columns, box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-
-
-def _show(table: Table) -> None:
-    """As wide as it is: an id or a number that is cut off is of no use, whatever the terminal's width."""
-    console = Console()
-    console.width = max(
-        console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum
-    )
-    console.print(table)
+def _outage(reply: admin_pb2.ListQueueResponse | admin_pb2.ListWorkersResponse) -> list[RenderableType]:
+    return [Text(outage_sentence(reply.record_outage))] if reply.HasField("record_outage") else []
 
 
 def workers(
     scheduler: dial.SchedulerOption = None,
     as_json: dial.JsonOption = False,
+    watched: WatchOption = False,
     tls_ca: dial.LinkCaOption = None,
     tls_cert: dial.LinkCertOption = None,
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
-    """Show the workers of a shard and what they carry."""
-    reply = dial.call_leader(
-        scheduler,
-        lambda channel: admin_pb2_grpc.AdminStub(channel).ListWorkers(
-            admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S
-        ),
-        ca=tls_ca,
-        cert=tls_cert,
-        key=tls_key,
-    )
-    if as_json:
-        _print_json(reply)
-        return
-    _show_outage(reply)
-    table = _table(
-        "worker", "device", "state", "running", "listed", "free blocks", "rounds", "accepted", "tokens/s"
-    )
-    for w in reply.workers:
-        state = "gone" if not w.connected else "draining" if w.draining else "up"
-        table.add_row(
-            w.worker_name or w.worker_id,
-            w.device,
-            state,
-            f"{w.running}/{w.slots}",
-            str(w.listed),
-            f"{w.free_target_blocks}/{w.target_blocks}",
-            str(w.rounds),
-            f"{w.acceptance:.0%}",
-            f"{w.tokens_per_s:.1f}",
+    """Show the workers of a shard and what they carry.
+
+    On a narrow terminal the least important columns are left out; --json has all.
+    """
+    seeds = dial.schedulers(scheduler)
+
+    def read() -> list[RenderableType]:
+        reply = dial.call_leader(
+            seeds,
+            lambda channel: admin_pb2_grpc.AdminStub(channel).ListWorkers(
+                admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S
+            ),
+            ca=tls_ca,
+            cert=tls_cert,
+            key=tls_key,
         )
-    _show(table)
+        if as_json:
+            return [_json(reply, indent=None if watched else 2)]
+        return [*_outage(reply), workers_table(reply, output_width())]
+
+    _show(read, watched=watched, as_json=as_json)
+
+
+def workers_table(reply: admin_pb2.ListWorkersResponse, width: int | None = None) -> Table:
+    """The workers as a person reads them, at most `width` wide."""
+    found = reply.workers
+    states = ["gone" if not w.connected else "draining" if w.draining else "up" for w in found]
+    return fitted(
+        [
+            Column("worker", [w.worker_name or w.worker_id for w in found]),
+            Column("device", [w.device for w in found], 7, shortest=8),
+            Column("state", states, 1),
+            Column("running", [f"{w.running}/{w.slots}" for w in found], 2),
+            Column("listed", [str(w.listed) for w in found], 5),
+            Column("free blocks", [f"{w.free_target_blocks}/{w.target_blocks}" for w in found], 6),
+            Column("rounds", [str(w.rounds) for w in found], 8),
+            Column("accepted", [f"{w.acceptance:.0%}" for w in found], 4),
+            Column("tokens/s", [f"{w.tokens_per_s:.1f}" for w in found], 3),
+        ],
+        width,
+    )
+
+
+def _show(read: Callable[[], Sequence[RenderableType]], *, watched: bool, as_json: bool) -> None:
+    if as_json:  # lines, also on a terminal
+        _print_json_lines(read, watched=watched)
+    elif watched:
+        watch(read)
+    else:
+        show(read())
+
+
+def _print_json_lines(read: Callable[[], Sequence[RenderableType]], *, watched: bool) -> None:
+    try:
+        while True:
+            try:
+                print(*read(), flush=True)
+            except grpc.RpcError as error:
+                if not watched:
+                    raise
+                print(f"laps-sd: {dial.with_next_step(error)}", file=sys.stderr)
+            if not watched:
+                return
+            time.sleep(EVERY_S)
+    except KeyboardInterrupt:
+        if not watched:
+            raise
 
 
 def drain(
@@ -221,7 +257,7 @@ def drain(
     tls_cert: dial.LinkCertOption = None,
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
-    """Ask a worker to leave: no new work, its requests move elsewhere or finish."""
+    """Drain a worker: no new work, its requests move elsewhere or finish."""
     reply = dial.call_leader(
         scheduler,
         lambda channel: admin_pb2_grpc.AdminStub(channel).DrainWorker(
@@ -234,8 +270,8 @@ def drain(
     print(f"{reply.worker_id} drains")
 
 
-def _print_json(message: Message) -> None:
+def _json(message: Message, *, indent: int | None = 2) -> str:
     fields = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    print(json.dumps(fields, indent=2, ensure_ascii=False))
+    return json.dumps(fields, indent=indent, ensure_ascii=False)

@@ -11,20 +11,23 @@ import pty
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
 
 from laps_sd.cli import dial, main
-from laps_sd.cli.operate import explanation_lines, queue_table
+from laps_sd.cli.operate import explanation_lines, queue_table, workers_table
 from laps_sd.errors import LapsSdError
 from laps_sd.v1 import admin_pb2
 from laps_sd.v1 import inference_pb2 as pb
@@ -153,15 +156,15 @@ def test_chat_of_lines_stops_at_the_first_that_fails(fake_stack):
 
 
 @contextlib.contextmanager
-def chat_on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def on_a_terminal(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "laps_sd", "chat", *arguments],
+        [sys.executable, "-m", "laps_sd", *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         cwd=ROOT,
-        env=environment(TERM="dumb"),
+        env=environment(**{"TERM": "dumb", **variables}),
         # Ctrl-C reaches the processes in whose session this is the controlling terminal.
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
@@ -189,7 +192,7 @@ def read_until(terminal: int, sign: str) -> str:
 
 def test_chat_on_a_terminal_goes_on_after_a_mistake_and_ends_with_ctrl_d(fake_stack):
     arguments = ("--url", fake_stack.gateway_address, "--max-tokens", "8", "--seed", "5", "--stats")
-    with chat_on_a_terminal(*arguments) as (process, terminal):
+    with on_a_terminal("chat", *arguments) as (process, terminal):
         read_until(terminal, "\n> ")
         os.write(terminal, b"Once\n")
         assert "-- length: 8 tokens" in read_until(terminal, "\n> ")
@@ -204,7 +207,7 @@ def test_chat_on_a_terminal_goes_on_after_a_mistake_and_ends_with_ctrl_d(fake_st
 def test_ctrl_c_ends_an_answer_but_not_the_conversation(fake_stack):
     # Too long for the test to wait for its end.
     arguments = ("--url", fake_stack.gateway_address, "--max-tokens", "7000", "--seed", "1", "--stats")
-    with chat_on_a_terminal(*arguments) as (process, terminal):
+    with on_a_terminal("chat", *arguments) as (process, terminal):
         read_until(terminal, "\n> ")
         os.write(terminal, b"Once\n")
         read_until(terminal, " ")
@@ -290,6 +293,87 @@ def test_queue_and_workers_show_the_shard(fake_stack):
     assert "worker-1" in workers.stdout
     as_json = laps_sd("workers", "--json", "--scheduler", fake_stack.scheduler_address)
     assert len(json.loads(as_json.stdout)["workers"]) == 2
+
+
+LONG_ID = "s0.w3x6uxgjxr3hhst7g7lydh77ha"
+
+
+def queue_of(count: int) -> admin_pb2.ListQueueResponse:
+    entry = admin_pb2.QueueEntry(
+        request_id=LONG_ID, state=pb.Explanation.STATE_RUNNING, ordered_by="level 3, then 12.345 s that remain",
+        waiting_s=1234.5, attained_s=123.456, emitted_tokens=12345, worker_id="worker-0-8e25374c", perceptible=True,
+    )  # fmt: skip
+    return admin_pb2.ListQueueResponse(entries=[entry] * count, total=count)
+
+
+def drawn(table: Any, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), legacy_windows=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [200, 120, 100, 80, 60, 40, 31])
+def test_the_queue_fits_the_terminal_and_its_ids_are_whole(width):
+    shown = drawn(queue_table(queue_of(3), width), width)
+
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+    assert shown.count(LONG_ID) == 3
+
+
+def test_a_narrower_terminal_has_fewer_columns_and_the_most_important_last():
+    def titles(width: int | None) -> list[str]:
+        return [str(column.header) for column in queue_table(queue_of(1), width).columns]
+
+    assert len(titles(None)) == 9
+    assert titles(80) == ["request", "state", "waiting s", "tokens", "worker"]
+    assert titles(40) == ["request", "state"]
+    assert "…" in drawn(queue_table(queue_of(1), 130), 130), (
+        "a phrase is shortened before columns are left out"
+    )
+
+
+def test_the_workers_fit_the_terminal():
+    worker = admin_pb2.WorkerStatus(
+        worker_name="worker-of-the-second-rack", device="cuda:0", slots=64, rounds=10**9
+    )
+    reply = admin_pb2.ListWorkersResponse(workers=[worker])
+
+    for width in (120, 80, 60, 40):
+        shown = drawn(workers_table(reply, width), width)
+        assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+        assert "worker-of-the-second-rack" in shown
+    assert "rounds" in drawn(workers_table(reply, None), 200)
+
+
+@pytest.mark.parametrize("command", ["queue", "workers"])
+def test_a_watched_command_shows_it_again_and_ends_with_ctrl_c(fake_stack, command):
+    arguments = [sys.executable, "-m", "laps_sd", command, "--watch", "--json"]
+    with subprocess.Popen(
+        [*arguments, "--scheduler", fake_stack.scheduler_address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 0
+    assert all(json.loads(line) for line in lines)
+
+
+def test_a_watched_command_on_a_terminal_leaves_it_as_it_was(fake_stack):
+    with on_a_terminal("workers", "--watch", "--scheduler", fake_stack.scheduler_address, TERM="xterm") as (
+        process,
+        terminal,
+    ):
+        read_until(terminal, "worker-1")
+        os.write(terminal, b"\x03")
+        assert "\x1b[?1049l" in read_until(terminal, "\x1b[?25h"), "the screen before, and its cursor"
+        assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize(
