@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.serving_settings import ServingSettings
+from scheduler_svc.core.placement.routing import PlacementName
 from scheduler_svc.core.policies import PolicyName
 from scheduler_svc.record_settings import RecordSettings, name_problems
 from scheduler_svc.roles import ClientRoles
@@ -43,6 +44,11 @@ class SchedulerSettings(RecordSettings, ServingSettings):
         False,
         help="With laps-sd-paper: a request whose acceptance has settled goes to the level of its remaining "
         "time.",
+    )
+    placement: PlacementName = field(
+        "soonest-done",
+        help="Which worker gets a request: soonest-done, by load and by what each has computed of its prompt, or "
+        "least-loaded, by load alone",
     )
     tenant_fairness: bool = field(
         False,

@@ -31,7 +31,7 @@ class HeldRequest:
     names: Sequence[int] = ()
     """Names of the blocks of its context that are known, as numbers."""
     named: int = 0
-    """How many of these are in the prefix cache and in use by it."""
+    """Number of these that are in the prefix cache and in use by it."""
     found_tokens: int = 0
     """Context tokens that the prefix cache had when it was taken up, until a report has them."""
     missing: int = 0

@@ -51,7 +51,7 @@ class RecordedAcceptance:
 
 
 MOONCAKE_BLOCK = 512
-"""Tokens that each id of Mooncake's `hash_ids` stands for."""
+"""Tokens in the block of each id of Mooncake's `hash_ids`."""
 
 
 class TraceError(ValueError):
@@ -145,7 +145,7 @@ def _read_mooncake(path: Path) -> list[TracedRequest]:
 
 
 def _names_of(ids: Sequence[int], tokens: int) -> bytes:
-    """Return names for the blocks of a prompt; each of Mooncake's ids stands for 512 tokens and those before them."""
+    """Return names for the blocks of a prompt; each of Mooncake's ids names 512 tokens and those before them."""
     parts = MOONCAKE_BLOCK // BLOCK_TOKENS
     names = array("Q", [number * parts + part for number in ids for part in range(parts)])
     return names[: tokens // BLOCK_TOKENS].tobytes()

@@ -110,7 +110,7 @@ class Arrivals:
     process: str = "poisson"
     load: float = 0.8
     speed: float = 1.0
-    """Where `load` is 0: so many times as fast as recorded."""
+    """Where `load` is 0: a factor of the recorded speed."""
     cv: float = 1.0
     file: str = ""
     every: int = 1
@@ -129,7 +129,7 @@ class Conversations:
     """Sets of instructions that conversations begin with; each conversation has one of them."""
     instructions: Lengths = Lengths(kind="constant")
     document: Lengths = Lengths(kind="constant")
-    """What the first message of a conversation has besides."""
+    """Further tokens of the first message of a conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,9 @@ def load(settings: WorkerSettings) -> Engine:
     """
     by_name = {"fake": _fake_engine, "vllm": _vllm_engine}
     engine = by_name.get(settings.engine, _model_engine)(settings)
-    return paced(engine, settings.round_floor_s) if settings.round_floor_s else engine
+    if not (settings.round_floor_s or settings.prefill_floor_s):
+        return engine
+    return paced(engine, settings.round_floor_s, settings.prefill_floor_s)
 
 
 def _model_engine(settings: WorkerSettings) -> Engine:

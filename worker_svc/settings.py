@@ -174,6 +174,12 @@ class WorkerSettings(ServingSettings, LinkSettings):
         minimum=0.0,
         maximum=60.0,
     )
+    prefill_floor_s: float = field(
+        0.0,
+        help="Each context token that a round computes takes at least this long, in addition, for such measurements",
+        minimum=0.0,
+        maximum=1.0,
+    )
 
     # -- the link
     max_unacknowledged_tokens: int = field(

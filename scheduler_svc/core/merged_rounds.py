@@ -40,7 +40,7 @@ class _Worker:
         """When the core received a report of it last."""
         self.waiting: list[RoundReported] = []
         self.changes: list[CacheChanged] = []
-        """What its cache gained and lost in these rounds."""
+        """Changes of its cache in these rounds."""
 
 
 @final

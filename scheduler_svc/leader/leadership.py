@@ -16,6 +16,7 @@ from scheduler_svc import metrics
 from scheduler_svc.core import COMPILED
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
+from scheduler_svc.core.placement.routing import router_named
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -165,6 +166,7 @@ class Leadership:
             policy_named(self.settings.policy, core_settings),
             core_settings,
             self._priors(blob),
+            router_named(self.settings.placement),
         )
         loop = Loop(
             settings=self.settings,

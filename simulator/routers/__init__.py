@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler_svc.core.placement.routing import Router, SoonestDone
-from simulator.routers.least_loaded import LeastLoaded
+from scheduler_svc.core.placement.routing import LeastLoaded, Router, SoonestDone
 from simulator.routers.overlap_score import OverlapScore
 from simulator.routers.prefix_affinity import PrefixAffinity
 from simulator.routers.round_robin import RoundRobin

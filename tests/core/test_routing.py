@@ -7,6 +7,7 @@ import pytest
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     CacheChanged,
@@ -16,7 +17,10 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerUp,
 )
+from scheduler_svc.core.placement.routing import router_named
+from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.caches import MOST_CONVERSATIONS, Caches
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.worker import Worker
@@ -245,3 +249,11 @@ class TestConversations:
             caches.ended(Request(request("r", conversation=b"%d" % number)), "a")
         assert not caches.tokens_of(Request(request("r", conversation=b"4")))
         assert caches.tokens_of(Request(request("r", conversation=b"5")))
+
+
+def test_placement_can_go_by_load_alone() -> None:
+    settings = CoreSettings(reserved_share=False)
+    scheduler = Scheduler(policy_named("fcfs", settings), settings, Priors(), router_named("least-loaded"))
+    scheduler.step(0.0, [*workers(4, 4), has("b", 20)])
+    scheduler.step(0.0, [arrives("r")])
+    assert worker_of(scheduler, "r") == "a"

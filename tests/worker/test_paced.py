@@ -61,3 +61,16 @@ def test_the_tokens_are_the_engines_own() -> None:
     slow = paced(engine(), 0.5, clock=clock, sleep=clock.sleep)
 
     assert finish_all(slow, specs(5))[0] == finish_all(engine(), specs(5))[0]
+
+
+def test_context_tokens_take_their_own_time_which_is_that_of_the_prefill() -> None:
+    clock = Clock(cost_s=0.0)
+    slow = paced(engine(), 0.5, 0.01, clock=clock, sleep=clock.sleep)
+    slow.add(specs(1)[0])
+    first, second = slow.round(["r0"]), slow.round(["r0"])
+    prefilled = first.requests[0].prefilled
+
+    assert prefilled > 0
+    assert first.prefill_s == pytest.approx(0.01 * prefilled)
+    assert first.total_s == pytest.approx(0.5 + first.prefill_s)
+    assert (second.prefill_s, second.total_s) == (0.0, pytest.approx(0.5))

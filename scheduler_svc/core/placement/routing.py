@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from heapq import nlargest
-from typing import Final
+from typing import Final, Literal
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.native import mypyc_attr
@@ -19,8 +19,9 @@ from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
+PlacementName = Literal["soonest-done", "least-loaded"]
 MOST_COMPARED: Final = 16
-"""Workers that are compared: so many of the least loaded ones, and so many of those that have most of the prompt. Our
+"""Workers that are compared: this many of the least loaded ones, and this many of those that have most of the prompt. Our
 choice; it bounds the cost of a placement, and the others are rarely better."""
 
 
@@ -41,6 +42,24 @@ class Router(ABC):
 
         `workers`: those that take work, the least loaded first. `able`: whether one may get the request.
         """
+
+
+class LeastLoaded(Router):
+    """The least loaded worker, whatever it has computed."""
+
+    def best(
+        self,
+        request: Request,
+        workers: Iterable[Worker],
+        able: Callable[[Worker], bool],
+        shard: Shard,
+        priors: Priors,
+    ) -> Worker | None:
+        """Return the first able worker: the one that soonest has had a round of each of its requests."""
+        for worker in workers:
+            if able(worker):
+                return worker
+        return None
 
 
 class SoonestDone(Router):
@@ -100,3 +119,8 @@ def _delay_tokens(request: Request, worker: Worker, lacking: int) -> int:
         else:
             behind += 1
     return ahead + lacking * (1 + len(worker.running) + behind)
+
+
+def router_named(name: PlacementName) -> Router:
+    """Return the router with this name in the configuration."""
+    return LeastLoaded() if name == "least-loaded" else SoonestDone()

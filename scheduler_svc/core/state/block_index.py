@@ -1,4 +1,4 @@
-"""Which worker has the KV of which blocks of prompts, by their names (`laps_sd.contract.prompt_blocks`).
+"""An index from blocks of prompts, by their names (`laps_sd.contract.prompt_blocks`), to the workers that have their KV.
 
 It is what the workers reported, so it may be wrong: a placement by a wrong belief costs time and nothing else. A block
 costs 12 bytes and its part of the spare room of an array, whatever the number of workers that have it.
@@ -37,7 +37,7 @@ class BlockIndex:
         self._worker_of: dict[int, str] = {}
         self._blocks_of: dict[str, int] = {}
         self._last: tuple[bytes, dict[str, int]] = (b"", {})
-        """The last question and its answer: a placement asks the same several times."""
+        """The last names that were looked up, and the result: a placement needs the same several times."""
 
     def __len__(self) -> int:
         """Return the number of blocks that it holds; those that no worker has any more may count."""

@@ -1,4 +1,4 @@
-"""What the workers have in their prefix caches, as far as the scheduler knows."""
+"""Contents of the workers' prefix caches, as the scheduler knows them."""
 
 from __future__ import annotations
 

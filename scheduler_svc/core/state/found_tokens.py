@@ -1,4 +1,4 @@
-"""Counts of prompt tokens that workers found in their prefix caches, beside what the scheduler believed."""
+"""Counts of prompt tokens that workers found in their prefix caches, and that the scheduler believed to be there."""
 
 from __future__ import annotations
 
