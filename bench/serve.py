@@ -31,16 +31,19 @@ Examples:
   laps-sd bench serve
   laps-sd bench serve --scenario burst --policy fcfs --policy srpt-length --policy laps-sd --requests 24 --seeds 2
   laps-sd bench serve --predictor none --policy fcfs --policy laps-sd
+  laps-sd bench serve --regime multi-turn --seeds 4     conversations on three workers, by placement
   laps-sd bench serve --trace day.csv --load 0.9 --predictor 1.0 --json serve.json --figure serve.svg
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Sequence
 
+from bench._serve import multi_turn
 from bench._serve.goals import Goals, verdicts
 from bench._serve.options import arguments
 from bench._serve.results import counted, rows_of, run_row
@@ -53,6 +56,8 @@ from laps_sd.errors import StartupError
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv, __doc__ or "")
     began_s = time.monotonic()
+    if options.regime == "multi-turn":
+        return _multi_turn(options, argv, began_s)
     try:
         runs, lengths = asyncio.run(measure(options))
     except (StartupError, ValueError, OSError, RuntimeError) as error:
@@ -79,6 +84,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         json_file=options.json,
         summary=summary,
         met=len(met) == len(found),
+        about=about("serve", sys.argv[1:] if argv is None else argv),
+    )
+
+
+def _multi_turn(options: argparse.Namespace, argv: Sequence[str] | None, began_s: float) -> int:
+    try:
+        rows = multi_turn.run(options)
+    except (StartupError, OSError, RuntimeError) as error:
+        print(f"laps-sd bench serve: {error}", file=sys.stderr)
+        return 2
+    found = multi_turn.verdicts(rows)
+    multi_turn.show(rows, found)
+    met = sum(one["met"] for one in found)
+    return finish(
+        [*rows, *found],
+        json_file=options.json,
+        summary=f"{met} of {len(found)} goals hold over {options.seeds} seeds, {(time.monotonic() - began_s) / 60:.1f} minutes",
+        met=met == len(found),
         about=about("serve", sys.argv[1:] if argv is None else argv),
     )
 

@@ -22,6 +22,13 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
+        "--regime",
+        choices=("policies", "multi-turn"),
+        default="policies",
+        help="what is compared: policies on one worker (default), or placements of conversations on three workers, "
+        "of whose options only --seeds and --json count",
+    )
+    parser.add_argument(
         "--policy",
         action="append",
         choices=sorted(POLICIES),
