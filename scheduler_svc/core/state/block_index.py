@@ -18,15 +18,16 @@ from typing import Final
 from laps_sd.contract.prompt_blocks import numbers_of
 
 _PARTS: Final = 8192
-"""Arrays of names. With a million blocks each holds 120. Empty they take a megabyte."""
+"""Arrays of names. With a million blocks each holds 120."""
 
 
 class BlockIndex:
     """An index from block to workers. Names are in the packed form of `laps_sd.contract.prompt_blocks`."""
 
     def __init__(self) -> None:
-        self._names = [array("Q") for _ in range(_PARTS)]
-        self._set_of = [array("I") for _ in range(_PARTS)]
+        self._names: dict[int, array[int]] = {}
+        self._set_of: dict[int, array[int]] = {}
+        """Both by part, from its first block on."""
         self._sets: list[int] = [0]
         """The workers of each set; set 0 is the empty one."""
         self._numbers: dict[int, int] = {0: 0}
@@ -41,13 +42,12 @@ class BlockIndex:
 
     def __len__(self) -> int:
         """Return the number of blocks that it holds; those that no worker has any more may count."""
-        return sum([len(names) for names in self._names])
+        return sum([len(names) for names in self._names.values()])
 
     @property
     def size_bytes(self) -> int:
         """Return about how much memory it takes."""
-        blocks = sum([names.buffer_info()[1] * 12 for names in self._names])
-        return blocks + len(self._sets) * 120
+        return len(self) * 12 + len(self._names) * 350 + len(self._sets) * 120
 
     def blocks_of(self, worker_id: str) -> int:
         """Return how many blocks it believes that a worker has."""
@@ -59,6 +59,8 @@ class BlockIndex:
         self._last = (b"", {})
         for name in numbers_of(names):
             part = name & (_PARTS - 1)
+            if part not in self._names:
+                self._names[part], self._set_of[part] = array("Q"), array("I")
             ordered, set_of = self._names[part], self._set_of[part]
             at = bisect_left(ordered, name)
             if at < len(ordered) and ordered[at] == name:
@@ -84,6 +86,8 @@ class BlockIndex:
         self._last = (b"", {})
         for name in numbers_of(names):
             part = name & (_PARTS - 1)
+            if part not in self._names:
+                continue
             ordered, set_of = self._names[part], self._set_of[part]
             at = bisect_left(ordered, name)
             if at == len(ordered) or ordered[at] != name:
@@ -149,7 +153,9 @@ class BlockIndex:
 
     def _workers_with(self, name: int) -> int:
         part = name & (_PARTS - 1)
-        ordered = self._names[part]
+        ordered = self._names.get(part)
+        if ordered is None:
+            return 0
         at = bisect_left(ordered, name)
         if at == len(ordered) or ordered[at] != name:
             return 0
