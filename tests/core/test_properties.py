@@ -106,7 +106,8 @@ def ends_once(policy, jobs, workers, faults, fair) -> None:  # type: ignore[no-u
             killed = sum(what == "lost" for _, what, _ in faults)
             allowed = {End.CANCELLED, End.ERROR} if killed >= MOST_DEATHS else {End.CANCELLED}
             assert cluster.ended[request_id] in allowed
-    assert cluster.scheduler.totals() == type(cluster.scheduler.totals())(0, 0, 0, 0.0)
+    totals = cluster.scheduler.totals()
+    assert (totals.queued, totals.listed, totals.running, totals.backlog_s) == (0, 0, 0, 0.0)
     assert sum(cluster.scheduler.depth_by_level()) == 0
 
 

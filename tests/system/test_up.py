@@ -278,24 +278,30 @@ def test_warnings_of_the_children_are_on_the_terminal(up: Up) -> None:
 @contextlib.contextmanager
 def frozen(valkey_pid: int, url: str) -> Iterator[str]:
     os.kill(valkey_pid, signal.SIGSTOP)
-    yield "slow: the record did not answer"
-    os.kill(valkey_pid, signal.SIGCONT)
+    try:
+        yield "slow: the record did not answer"
+    finally:
+        os.kill(valkey_pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def out_of_memory(valkey_pid: int, url: str) -> Iterator[str]:
     with redis.Redis.from_url(url) as server:
         server.config_set("maxmemory", "1")
-        yield "full: .*used memory > .maxmemory"
-        server.config_set("maxmemory", "0")
+        try:
+            yield "full: .*used memory > .maxmemory"
+        finally:
+            server.config_set("maxmemory", "0")
 
 
 @contextlib.contextmanager
 def out_of_disk(valkey_pid: int, url: str) -> Iterator[str]:
     """Limit the server's files so that none may grow: each write to its append-only file fails."""
     before = resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
-    yield "other: .*MISCONF Errors writing to the AOF file"
-    resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, before)
+    try:
+        yield "other: .*MISCONF Errors writing to the AOF file"
+    finally:
+        resource.prlimit(valkey_pid, resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("fault", [frozen, out_of_memory, out_of_disk])

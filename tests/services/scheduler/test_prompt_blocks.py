@@ -79,9 +79,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     received: list[Event] = []
     count = metrics.observe_turn
 
-    def observe_turn(events: Iterable[Event]) -> None:
+    def observe_turn(events: Iterable[Event]) -> tuple[int, int, int]:
         received.extend(events)
-        count(events)
+        return count(events)
 
     monkeypatch.setattr(metrics, "observe_turn", observe_turn)
     return received
