@@ -29,10 +29,10 @@ class OverlapScore(Router):
         priors: Priors,
     ) -> Worker | None:
         """Return the able worker of the least cost."""
-        cached = shard.caches.tokens_of(request)
+        cached = shard.caches.blocks_of(request)
 
         def cost(worker: Worker) -> float:
-            to_compute = request.context_tokens - cached.get(worker.worker_id, 0)
+            to_compute = request.context_tokens - request.cached_in(cached.get(worker.worker_id, 0))
             to_compute += sum(other.missing_tokens for other in worker.computing.values())
             in_use = request.context_tokens + sum(other.context_tokens for other in worker.members.values())
             return to_compute + in_use

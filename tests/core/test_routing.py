@@ -247,8 +247,8 @@ class TestConversations:
         caches = Caches({"a": Worker("a")})
         for number in range(MOST_CONVERSATIONS + 5):
             caches.ended(Request(request("r", conversation=b"%d" % number)), "a")
-        assert not caches.tokens_of(Request(request("r", conversation=b"4")))
-        assert caches.tokens_of(Request(request("r", conversation=b"5")))
+        assert not caches.blocks_of(Request(request("r", conversation=b"4")))
+        assert caches.blocks_of(Request(request("r", conversation=b"5")))
 
 
 def test_placement_can_go_by_load_alone() -> None:

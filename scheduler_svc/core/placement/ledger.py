@@ -99,7 +99,7 @@ class Ledger:
         if tell_worker:
             self.take_off(request)
         request.residency = Residency.NONE
-        request.cached_tokens = max(self._shard.caches.tokens_of(request).values(), default=0)
+        request.cached_tokens = self._shard.caches.most_tokens(request)
         self._shard.take_back(request, self._ranker.rank(request))
 
     def commands(self, settings: CoreSettings) -> list[Command]:

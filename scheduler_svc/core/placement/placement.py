@@ -333,7 +333,7 @@ def _gaining(
     next_slot_s = shard.worker_orders.round_s(victim, victim.slots) * rounds / victim.slots
     found = []
     for place, request in enumerate(waiting, start=1):
-        lost = request.cached_tokens - shard.caches.tokens_of(request).get(thief.worker_id, 0)
+        lost = request.cached_tokens - shard.caches.tokens_on(request, thief.worker_id)
         if lost <= 0 or thief.slowness * priors.cost.prefill_share_s(lost) < place * next_slot_s:
             found.append(request)
     return found

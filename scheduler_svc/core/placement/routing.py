@@ -87,7 +87,7 @@ class SoonestDone(Router):
                     break
         if not compared:
             return None
-        cached = shard.caches.tokens_of(request)
+        cached = shard.caches.blocks_of(request)
         having = list(cached)
         if len(having) > MOST_COMPARED:
             having = nlargest(MOST_COMPARED, having, key=lambda worker_id: cached[worker_id])
@@ -99,7 +99,7 @@ class SoonestDone(Router):
         if len(compared) > 1:
             rounds = request.rank.remaining.mean_s / priors.cost.typical_share_s
             for worker in compared:
-                lacking = request.context_tokens - cached.get(worker.worker_id, 0)
+                lacking = request.context_tokens - request.cached_in(cached.get(worker.worker_id, 0))
                 cost_s = orders.turn_s(worker) * rounds + worker.slowness * priors.cost.prefill_share_s(
                     _delay_tokens(request, worker, lacking)
                 )

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Final
 
-from laps_sd.contract.prompt_blocks import NAME_BYTES, most_cached
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, NAME_BYTES, most_cached
 from scheduler_svc.core.state.block_index import BlockIndex
 from scheduler_svc.core.state.found_tokens import FoundTokens
 from scheduler_svc.core.state.request import Request
@@ -46,19 +46,25 @@ class Caches:
         self.blocks.forget(worker_id)
         self.changed(worker_id, names, b"")
 
-    def tokens_of(self, request: Request) -> Mapping[str, int]:
-        """Return how many tokens at the start of a request's context each worker has; those without any are left out."""
+    def blocks_of(self, request: Request) -> Mapping[str, int]:
+        """Return how many blocks at the start of a request's prompt each worker has; those without any are left out."""
         facts = request.facts
-        cached = {
-            worker_id: request.cached_in(blocks)
-            for worker_id, blocks in self.blocks.cached(facts.prompt_blocks).items()
-        }
+        found = self.blocks.cached(facts.prompt_blocks)
         last = self._conversations.get(facts.conversation)
-        if last is not None:
-            worker_id, tokens = last
-            if worker_id in self._workers and not self.blocks.blocks_of(worker_id):
-                cached[worker_id] = min(tokens, facts.prompt_tokens - 1)
-        return cached
+        if last is None:
+            return found
+        worker_id, tokens = last
+        if worker_id not in self._workers or self.blocks.blocks_of(worker_id):
+            return found
+        return {**found, worker_id: min(tokens, facts.prompt_tokens) // BLOCK_TOKENS}
+
+    def tokens_on(self, request: Request, worker_id: str) -> int:
+        """Return how many tokens at the start of a request's context a worker has."""
+        return request.cached_in(self.blocks_of(request).get(worker_id, 0))
+
+    def most_tokens(self, request: Request) -> int:
+        """Return how many tokens at the start of a request's context the worker has that has most of it."""
+        return request.cached_in(max(self.blocks_of(request).values(), default=0))
 
     def ended(self, request: Request, worker_id: str) -> None:
         """Note that a request ended on a worker."""

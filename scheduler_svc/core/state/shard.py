@@ -114,11 +114,10 @@ class Shard:
         """Note how much of the context of a request without KV need not be computed: on its worker, or in the queue on the
         best one.
         """
-        cached = self.caches.tokens_of(request)
         if request.worker is None:
-            request.cached_tokens = max(cached.values(), default=0)
+            request.cached_tokens = self.caches.most_tokens(request)
         else:
-            request.cached_tokens = cached.get(request.worker, 0)
+            request.cached_tokens = self.caches.tokens_on(request, request.worker)
             worker = self.workers[request.worker]
             worker.set_missing(request, request.context_tokens - request.cached_tokens)
 
