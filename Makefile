@@ -63,6 +63,16 @@ $(CLIENTS)/%/.installed: tests/clients/%.txt
 .PHONY: clients
 clients: setup $(CLIENTS)/agents/.installed $(CLIENTS)/llamaindex/.installed ## Make .venv/clients with LangChain, instructor, the OpenAI Agents SDK and LlamaIndex, for their tests (0.9 GB)
 
+# What the lock file names; no package needs its install script.
+TYPESCRIPT := clients/typescript
+$(TYPESCRIPT)/node_modules/.installed: $(TYPESCRIPT)/package.json $(TYPESCRIPT)/package-lock.json
+	cd $(TYPESCRIPT) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+.PHONY: client-typescript
+client-typescript: $(TYPESCRIPT)/node_modules/.installed ## Compile the TypeScript client, for users and its tests (needs Node 20 and npm)
+	cd $(TYPESCRIPT) && npm run --silent build
+
 # vLLM's requirements exclude those of .venv, so it has an environment of its own. torchvision of PyPI does not import beside a CPU
 # build of torch, and no text model needs it.
 VLLM := $(VENV)/vllm
@@ -150,12 +160,12 @@ mutants: setup ## Plant mistakes in the core, one at a time, and count those its
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 .PHONY: check
-check: setup ## Check format, lint, types, import rules, generated stubs and protos
+check: setup ## Check format, lint, types, import rules, protos and what is generated from them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory check-stubs check-protos
+	@$(MAKE) --no-print-directory check-stubs check-protos check-clients
 
 .PHONY: check-stubs
 check-stubs: setup
@@ -172,6 +182,21 @@ check-protos:
 	    && echo "protos are in order"; \
 	elif [ -n "$$CI" ]; then echo "npx is missing: protos cannot be checked" >&2; exit 1; \
 	else echo "note: npx is missing, protos were not checked (CI does it)"; fi
+
+# Like check-protos.
+.PHONY: check-clients
+check-clients: setup
+	@if command -v npm >/dev/null; then \
+	  $(MAKE) --silent --no-print-directory $(TYPESCRIPT)/node_modules/.installed \
+	    && scratch=$$(mktemp -d) && trap 'rm -r "$$scratch"' EXIT && $(TYPESCRIPT)/generate.sh "$$scratch" \
+	    && { diff -r $(TYPESCRIPT)/src/gen "$$scratch" || { echo "$(TYPESCRIPT)/src/gen differs from protos/: run make clients-generate" >&2; exit 1; }; } \
+	    && (cd $(TYPESCRIPT) && npx --no-install tsc --noEmit) && echo "clients match protos"; \
+	elif [ -n "$$CI" ]; then echo "npm is missing: the clients cannot be checked" >&2; exit 1; \
+	else echo "note: npm is missing, the TypeScript client was not checked (CI does it)"; fi
+
+.PHONY: clients-generate
+clients-generate: setup $(TYPESCRIPT)/node_modules/.installed ## Generate the messages of clients/typescript from protos/
+	$(TYPESCRIPT)/generate.sh
 
 .PHONY: protos
 protos: setup ## Generate laps_sd/v1 and laps_sd/keda from protos/

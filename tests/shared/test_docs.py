@@ -123,7 +123,12 @@ def test_one_thing_has_one_name_in_all_services() -> None:
 
 
 def test_every_link_between_the_pages_leads_somewhere() -> None:
-    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    pages = [
+        *DOCS.rglob("*.md"),
+        *(ROOT / "clients").glob("*/*.md"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
     broken = [
         f"{page.relative_to(DOCS.parent)}: {target}"
         for page in pages
