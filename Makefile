@@ -212,6 +212,17 @@ docs: setup ## Write docs/settings.md, docs/metrics.md, laps_sd/service/variable
 	$(BIN)/python docs/generate.py
 	PYTHONPATH=. $(BIN)/python k8s/generate.py
 
+# mkdocs is not part of the development environment.
+$(VENV)/site/.installed: docs/site/requirements.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@touch $@
+
+.PHONY: site
+site: setup $(VENV)/site/.installed ## Build the documentation site into build/site/html; a broken link is an error
+	PYTHONPATH=. $(BIN)/python docs/site/stage.py build/site
+	@cd build/site && NO_MKDOCS_2_WARNING=1 $(abspath $(VENV)/site/bin/mkdocs) build
+
 .PHONY: format
 format: setup ## Format the code, and fix what lint can fix
 	$(BIN)/ruff check --fix-only --quiet .
