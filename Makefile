@@ -183,20 +183,26 @@ check-protos:
 	elif [ -n "$$CI" ]; then echo "npx is missing: protos cannot be checked" >&2; exit 1; \
 	else echo "note: npx is missing, protos were not checked (CI does it)"; fi
 
-# Like check-protos.
+# Like check-protos; the Go client only where its generators are, of the version that wrote the stubs (clients/go/install_tools.sh).
+GO_GENERATORS = command -v protoc-gen-go-grpc >/dev/null && protoc-gen-go --version 2>/dev/null | grep -q 'v1\.28\.'
 .PHONY: check-clients
 check-clients: setup
 	@if command -v npm >/dev/null; then \
 	  $(MAKE) --silent --no-print-directory $(TYPESCRIPT)/node_modules/.installed \
 	    && scratch=$$(mktemp -d) && trap 'rm -r "$$scratch"' EXIT && $(TYPESCRIPT)/generate.sh "$$scratch" \
 	    && { diff -r $(TYPESCRIPT)/src/gen "$$scratch" || { echo "$(TYPESCRIPT)/src/gen differs from protos/: run make clients-generate" >&2; exit 1; }; } \
-	    && (cd $(TYPESCRIPT) && npx --no-install tsc --noEmit) && echo "clients match protos"; \
+	    && (cd $(TYPESCRIPT) && npx --no-install tsc --noEmit) && echo "the TypeScript client matches protos"; \
 	elif [ -n "$$CI" ]; then echo "npm is missing: the clients cannot be checked" >&2; exit 1; \
 	else echo "note: npm is missing, the TypeScript client was not checked (CI does it)"; fi
+	@if $(GO_GENERATORS); then \
+	  scratch=$$(mktemp -d) && trap 'rm -r "$$scratch"' EXIT && clients/go/generate.sh "$$scratch" && diff -r clients/go/lapssdv1 "$$scratch" \
+	    && echo "the Go client matches protos" || { echo "clients/go/lapssdv1 differs from protos/: run make clients-generate" >&2; exit 1; }; \
+	else echo "note: no protoc-gen-go 1.28 and protoc-gen-go-grpc, the stubs of the Go client were not checked"; fi
 
 .PHONY: clients-generate
-clients-generate: setup $(TYPESCRIPT)/node_modules/.installed ## Generate the messages of clients/typescript from protos/
+clients-generate: setup $(TYPESCRIPT)/node_modules/.installed ## Generate the messages and stubs of clients/ from protos/
 	$(TYPESCRIPT)/generate.sh
+	@if $(GO_GENERATORS); then clients/go/generate.sh; else echo "clients/go was not generated: clients/go/install_tools.sh" >&2; exit 1; fi
 
 .PHONY: protos
 protos: setup ## Generate laps_sd/v1 and laps_sd/keda from protos/

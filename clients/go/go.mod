@@ -1,0 +1,3 @@
+module lapssd
+
+go 1.18

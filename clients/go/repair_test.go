@@ -1,0 +1,195 @@
+package lapssd
+
+import (
+	"errors"
+	"regexp"
+	"testing"
+	"time"
+
+	"github.com/golang/protobuf/ptypes"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "lapssd/lapssdv1"
+)
+
+// How calls are repeated and streams go on: the same sentences as of the Python client.
+
+var (
+	start       = time.Unix(1_000_000, 0)
+	unavailable = status.Error(codes.Unavailable, "")
+)
+
+func after(seconds float64) time.Time {
+	return start.Add(time.Duration(seconds * float64(time.Second)))
+}
+
+func generation(t *testing.T, request *pb.GenerateRequest, retry time.Duration) *progress {
+	t.Helper()
+	made, err := newGeneration(request, patience{until: start.Add(retry)}, 30*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return made
+}
+
+func accepted(id string, choice uint32) *pb.GenerateEvent {
+	return &pb.GenerateEvent{Choice: choice, Event: &pb.GenerateEvent_Accepted{Accepted: &pb.Accepted{RequestId: id}}}
+}
+
+func ended(choice uint32) *pb.GenerateEvent {
+	return &pb.GenerateEvent{Choice: choice, Event: &pb.GenerateEvent_End{End: &pb.Ended{}}}
+}
+
+// delta has tokens 100, 101 … from a position on, and a text that ends at a character.
+func delta(first, count uint32, text string, endsAt uint32, choice uint32) *pb.GenerateEvent {
+	made := &pb.Delta{Text: text, FirstToken: first, Cursor: &pb.Cursor{NextToken: first + count, TextOffset: endsAt}}
+	for at := first; at < first+count; at++ {
+		made.TokenIds = append(made.TokenIds, 100+at)
+	}
+	return &pb.GenerateEvent{Choice: choice, Event: &pb.GenerateEvent_Delta{Delta: made}}
+}
+
+// fullFor is a gateway's refusal with a retry delay.
+func fullFor(t *testing.T, delay time.Duration) error {
+	t.Helper()
+	made, err := status.New(codes.ResourceExhausted, "full").WithDetails(&errdetails.RetryInfo{RetryDelay: ptypes.DurationProto(delay)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return made.Err()
+}
+
+func take(t *testing.T, p *progress, messages ...*pb.GenerateEvent) []*Event {
+	t.Helper()
+	var events []*Event
+	for _, message := range messages {
+		event, err := p.take(message)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if event != nil {
+			events = append(events, event)
+		}
+	}
+	return events
+}
+
+func check(t *testing.T, holds bool, sentence string) {
+	t.Helper()
+	if !holds {
+		t.Error("not so: " + sentence)
+	}
+}
+
+func mustWait(t *testing.T, p *progress, failed error, at time.Time) time.Duration {
+	t.Helper()
+	pause, err := p.lost(failed, at)
+	if err != nil || pause <= 0 {
+		t.Fatalf("no pause but %v, %v", pause, err)
+	}
+	return pause
+}
+
+func mustFail(t *testing.T, p *progress, failed error, at time.Time, code codes.Code) {
+	t.Helper()
+	var found *Error
+	if _, err := p.lost(failed, at); !errors.As(err, &found) || found.Code != code || status.Code(err) != code {
+		t.Fatalf("not %v but %v", code, err)
+	}
+}
+
+func TestARequestWithoutAKeyGetsOneAndEveryAttemptHasTheSame(t *testing.T) {
+	given := &pb.GenerateRequest{Prompt: Text("x")}
+	p := generation(t, given, 30*time.Second)
+	first, _ := p.next()
+	check(t, regexp.MustCompile(`^[0-9a-f]{32}$`).MatchString(first.IdempotencyKey), "128 random bits")
+	check(t, given.IdempotencyKey == "", "the caller's request is not changed")
+
+	mustWait(t, p, unavailable, after(1))
+
+	second, _ := p.next()
+	check(t, proto.Equal(first, second), "the second attempt is the first one")
+}
+
+func TestWhatNobodyAnsweredIsTriedAgain(t *testing.T) {
+	for _, code := range []codes.Code{codes.Unavailable, codes.Canceled} {
+		mustWait(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), status.Error(code, ""), after(1))
+	}
+	mustFail(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), status.Error(codes.InvalidArgument, ""), after(1), codes.InvalidArgument)
+}
+
+func TestBeforeARequestIsAcceptedACallIsRepeatedForTheTimeOfRetry(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 5*time.Second)
+	mustWait(t, p, unavailable, after(4))
+	mustFail(t, p, unavailable, after(5), codes.Unavailable)
+}
+
+func TestTheTimeToReconnectBeginsWhenTheLossIsNoticed(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+	take(t, p, accepted("s0.r", 0))
+
+	mustWait(t, p, nil, after(61))
+	mustWait(t, p, nil, after(91))
+	mustFail(t, p, nil, after(91.1), codes.Unavailable)
+}
+
+func TestAFullGatewayThatALostStreamComesToIsAskedAgainWhenItSays(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 0)
+	take(t, p, accepted("s0.r", 0))
+
+	check(t, mustWait(t, p, fullFor(t, 2500*time.Millisecond), after(2)) == 2500*time.Millisecond, "the pause is the advice")
+	mustFail(t, p, fullFor(t, 2500*time.Millisecond), after(33), codes.ResourceExhausted)
+}
+
+func TestALostStreamResumesAtTheCursorOfItsLastDelta(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+	take(t, p, accepted("s0.r", 0), delta(0, 2, "ab", 2, 0))
+	mustWait(t, p, unavailable, after(1))
+
+	_, resume := p.next()
+	events := take(t, p, accepted("s0.r", 0), delta(1, 3, "bcd", 4, 0), delta(1, 3, "bcd", 4, 0), ended(0), ended(0))
+
+	check(t, proto.Equal(resume, &pb.ResumeRequest{RequestId: "s0.r", Cursor: &pb.Cursor{NextToken: 2, TextOffset: 2}}), "it resumes at the cursor")
+	check(t, len(events) == 2 && events[1].End != nil && p.ended(), "the caller gets nothing twice")
+	rest := &pb.Delta{Text: "cd", TokenIds: []uint32{102, 103}, FirstToken: 2, Cursor: &pb.Cursor{NextToken: 4, TextOffset: 4}}
+	check(t, proto.Equal(events[0].Delta, rest), "what is new of a delta remains")
+}
+
+func TestTextIsCutByCharactersOfUnicode(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+	take(t, p, accepted("s0.r", 0), delta(0, 1, "🦀a", 2, 0))
+
+	events := take(t, p, delta(0, 2, "🦀a🦀é", 4, 0))
+
+	check(t, len(events) == 1 && events[0].Delta.Text == "🦀é", "as its cursor counts them")
+}
+
+func TestSeveralOutputsAreFoundAgainByTheirKey(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{N: proto.Uint32(2)}, 30*time.Second)
+	take(t, p, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1))
+	mustWait(t, p, unavailable, after(1))
+
+	events := take(t, p, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 2, "ab", 2, 1), delta(0, 1, "x", 1, 0), ended(0), ended(1))
+
+	generate, resume := p.next()
+	check(t, generate != nil && resume == nil, "the request is sent again")
+	check(t, len(events) == 4 && events[0].Choice == 1 && events[0].Delta.Text == "b" && events[1].Delta.Text == "x", "events are not repeated")
+	_, err := p.take(accepted("s0.c", 2))
+	check(t, err != nil, "a third output is refused")
+}
+
+func TestACallerThatLeavesCancelsWhatNobodyCanComeBackFor(t *testing.T) {
+	cancelled := func(request *pb.GenerateRequest) int {
+		request.N = proto.Uint32(2)
+		p := generation(t, request, 30*time.Second)
+		take(t, p, accepted("s0.a", 0), accepted("s0.b", 1), ended(0))
+		return len(p.toCancel())
+	}
+	check(t, cancelled(&pb.GenerateRequest{}) == 1, "of two, one has ended")
+	check(t, cancelled(&pb.GenerateRequest{Keep: true}) == 0, "what is kept runs on")
+	check(t, cancelled(&pb.GenerateRequest{IdempotencyKey: "mine"}) == 0, "the caller's key finds it again")
+	check(t, newResumption(&pb.ResumeRequest{RequestId: "s0.a"}, patience{}, 0).toCancel() == nil, "a request of somebody else runs on")
+}
