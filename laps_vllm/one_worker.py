@@ -134,9 +134,12 @@ class OneWorker:
                 for entry in command.entries:
                     self._epochs[entry.request_id] = entry.lease_epoch
             elif isinstance(command, Drop):
-                # It keeps its KV here, but the core believes that it has none: the next report corrects that.
-                self._on_device.difference_update([name for name, _ in command.requests])
-                self._plentiful = False
+                # They are off the list, and a new one need not follow. They keep their KV here, but the core
+                # believes that they have none: the next report corrects that.
+                dropped = {name for name, _ in command.requests}
+                self._entries = tuple(entry for entry in self._entries if entry.request_id not in dropped)
+                self._on_device -= dropped
+                self._plentiful = self._nothing_new = False
 
     def _read(self, state: Callable[[str], RequestNow | None]) -> list[Candidate]:
         """Return the listed requests that can run, by their present states."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,19 @@ class TestOneWorker:
         assert one.choose(0.1, now.get).run == ()
         assert one.paused == 0
         assert not one.core.queue(0.1, 10)
+
+    def test_only_requests_that_the_core_has_listed_can_be_chosen(self) -> None:
+        """It takes requests off a list without sending a new one."""
+        rng = random.Random(4)
+        one, now = worker(), dict[str, RequestNow]()
+        for at in range(200):
+            if rng.random() < 0.3:
+                now[f"r{at}"] = RequestNow(16, 0)
+                one.arrived(facts(f"r{at}", at, rng.choice((4, 40, 400))))
+            run = one.choose(at / 10, now.get).run
+            on_list = {each.request_id for each in one.core.queue(0.0, 100) if each.worker_id}
+            assert set(one.ranked(now.get)) <= on_list
+            step(one, now, run, ended=run[0] if run and rng.random() < 0.1 else "")
 
     def test_an_eviction_by_the_engine_is_known_with_the_next_report(self) -> None:
         one = worker(slots=2)
