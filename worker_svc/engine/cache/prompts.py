@@ -9,12 +9,13 @@ context after those of the block; then a request finds up to a KV block less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from laps_sd.contract import prompt_blocks
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, MOST_BLOCKS, NAME_BYTES
-from worker_svc.engine.cache.blocks import BlockAllocator, name_blocks, root_of
+from worker_svc.engine.cache.blocks import name_blocks, root_of
 from worker_svc.engine.interface import NO_CHANGES, CacheChanges
 
 
@@ -40,21 +41,34 @@ class ContextNames:
         return self.prompt
 
 
-class CachedPrompts:
-    """The prompt blocks that the blocks of an allocator hold."""
+class NamedBlocks(Protocol):
+    """KV blocks that are found by names of their contents."""
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
-        """Follow the names of this allocator."""
-        self._allocator = allocator
+    # Blocks in all.
+    blocks: int
+    # Called with each name that no block has any more.
+    on_forgotten: Callable[[bytes], None] | None
+
+    def holds(self, name: bytes) -> bool:
+        """Return whether a block has this name."""
+        ...
+
+
+class CachedPrompts:
+    """The prompt blocks that KV blocks with names hold."""
+
+    def __init__(self, blocks: NamedBlocks, block_size: int) -> None:
+        """Follow the names of these blocks of `block_size` tokens."""
+        self._blocks = blocks
         self._block_size = block_size
-        self._most = prompt_blocks.most_cached(allocator.blocks, block_size)
+        self._most = prompt_blocks.most_cached(blocks.blocks, block_size)
         self._parts: dict[bytes, tuple[bytes, ...]] = {}
         """Parts of each prompt block, the most recently used last."""
         self._with: dict[bytes, list[bytes]] = {}
         """Prompt blocks of which a KV block is a part."""
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
-        allocator.on_forgotten = self._forgotten
+        blocks.on_forgotten = self._forgotten
 
     def note(self, names: ContextNames, tokens: Sequence[int], noted: int, named: int) -> int:
         """Note the prompt blocks of a context after the first `noted`, as far as its first `named` KV blocks,
@@ -68,7 +82,7 @@ class CachedPrompts:
         for at in range(noted, whole):
             first, end = at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS
             parts = tuple(names.kv[first // size : -(-end // size)])
-            if all(map(self._allocator.holds, parts)):
+            if all(map(self._blocks.holds, parts)):
                 self._add(of_prompt[at * NAME_BYTES : (at + 1) * NAME_BYTES], parts)
         return whole
 
@@ -84,6 +98,11 @@ class CachedPrompts:
         self._added.clear()
         self._removed.clear()
         return changes
+
+    def clear(self) -> None:
+        """Take in that no block has a name any more."""
+        for name in tuple(self._parts):
+            self._remove(name)
 
     def _add(self, name: bytes, parts: tuple[bytes, ...]) -> None:
         known = self._parts.pop(name, None)
