@@ -79,7 +79,14 @@ class Outcome:
 
 
 def config_of(
-    *, slots: int, residents: int, blocks: int, asynchronous: bool, policy: str = "fcfs", budget: int = 512
+    *,
+    slots: int,
+    residents: int,
+    blocks: int,
+    asynchronous: bool,
+    policy: str = "fcfs",
+    budget: int = 512,
+    block_size: int = BLOCK,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     model = ModelConfig(
         model=str(DEMO / "target"), dtype="float32", max_model_len=MODEL_LENGTH, skip_tokenizer_init=True
@@ -101,7 +108,7 @@ def config_of(
         policy=policy,
         async_scheduling=asynchronous,
     )
-    cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.5, enable_prefix_caching=True)
+    cache = CacheConfig(block_size=block_size, gpu_memory_utilization=0.5, enable_prefix_caching=True)
     config = VllmConfig(
         model_config=model,
         cache_config=cache,
@@ -112,7 +119,7 @@ def config_of(
     )
     config.scheduler_config.async_scheduling = asynchronous
     cache.num_gpu_blocks = blocks
-    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    attention = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return config, KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)]
     )

@@ -107,9 +107,16 @@ class Device:
 class VirtualCore(EngineCore):
     """vLLM's core without its start: no model, no profile of memory."""
 
-    def __init__(self, *, slots: int, residents: int, blocks: int, seed: int, budget: int) -> None:
+    def __init__(
+        self, *, slots: int, residents: int, blocks: int, seed: int, budget: int, block_size: int = BLOCK
+    ) -> None:
         config, kv = config_of(
-            slots=slots, residents=residents, blocks=blocks + 1, asynchronous=True, budget=budget
+            slots=slots,
+            residents=residents,
+            blocks=blocks + 1,
+            asynchronous=True,
+            budget=budget,
+            block_size=block_size,
         )
         init_none_hash(sha256)
         self.vllm_config = config
@@ -122,8 +129,8 @@ class VirtualCore(EngineCore):
             vllm_config=config,
             kv_cache_config=kv,
             structured_output_manager=self.structured_output_manager,
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=block_size,
             log_stats=False,
         )
         self.check_for_draft_tokens = True
@@ -131,16 +138,25 @@ class VirtualCore(EngineCore):
         self.batch_queue_size = 2
         self.batch_queue = deque(maxlen=2)
         self.is_mm_encoder_only = self.is_pooling_model = False
-        self.request_block_hasher = get_request_block_hasher(BLOCK, sha256)
+        self.request_block_hasher = get_request_block_hasher(block_size, sha256)
         self.async_scheduling = True
         self.aborts_queue = queue.Queue()
 
 
 def overlapped_engine(
-    *, slots: int = 4, residents: int = 16, blocks: int = 64, seed: int = 1, budget: int = 64, **more: Any
+    *,
+    slots: int = 4,
+    residents: int = 16,
+    blocks: int = 64,
+    seed: int = 1,
+    budget: int = 64,
+    block_size: int = BLOCK,
+    **more: Any,
 ) -> VllmEngine:
     """Return the engine over such a core."""
-    core = VirtualCore(slots=slots, residents=residents, blocks=blocks, seed=seed, budget=budget)
+    core = VirtualCore(
+        slots=slots, residents=residents, blocks=blocks, seed=seed, budget=budget, block_size=block_size
+    )
     rules = Rules(
         Chooser.VLLM, second_runner=False, speculates=True, on_cpu=False, version="test", eos_ids=[1]
     )
