@@ -20,9 +20,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
 from laps_vllm.versions import VersionError
 from tests.services.worker.harness import Desk, entry
 from tests.vllm.one_core import DRAFT_LEN, ENVIRONMENT, PAIR, OneCore, mixed
+from tests.worker.cached import Replica, prompt_of, split
 from tests.worker.contract import EngineContract, Make, spec
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
@@ -351,6 +353,20 @@ def test_kv_is_not_found_under_another_salt(make: Make) -> None:
         engine.add(spec(name, prompt_ids=prompt, cache_salt=salt))
 
     assert [engine.round([name]).requests[0].cached for name in "abc"] == [0, 0, 64]
+
+
+def test_the_prompt_blocks_that_are_reported_are_found(make: Make) -> None:
+    """With a model; more on them is in test_cached_prompts.py."""
+    engine = make()
+    replica = Replica(engine)
+    prompt = prompt_of(1, 2, tail=10)
+    finish_all(engine, [spec(prompt_ids=prompt, cache_salt="acme", max_tokens=4)])
+    assert replica.follow() == {*split(name_blocks(prompt, "acme"))}
+    longer = prompt_of(1, 2, 3)
+    _, _, (first, *_) = finish_all(engine, [spec(prompt_ids=longer, cache_salt="acme", max_tokens=4)])
+
+    assert first.cached == 2 * BLOCK_TOKENS == replica.leading(longer, "acme") * BLOCK_TOKENS
+    assert len(replica.follow()) == 3
 
 
 @pytest.mark.parametrize("room", [{"blocks": 14}, {"residents": 5}], ids=["few blocks", "few places"])

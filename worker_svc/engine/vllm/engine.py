@@ -45,6 +45,7 @@ from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.sampling.restrictions import restrictions_of
 from worker_svc.engine.sampling.stopping import Decode, stop_text_of
+from worker_svc.engine.vllm.cached import follow_cache
 from worker_svc.engine.vllm.coupling import couple
 from worker_svc.engine.vllm.grammars import follow_grammar, wait_for_a_grammar
 from worker_svc.engine.vllm.known import Known
@@ -121,6 +122,7 @@ class VllmEngine:
             )
         )
         self.facts = facts(models, words, self.capacity)
+        self._cached = follow_cache(scheduler) if share_prefixes else None
         if rules.chooser is Chooser.REPLACED:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
 
@@ -230,12 +232,12 @@ class VllmEngine:
         assert len(held) + pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
 
     def cached_blocks(self) -> bytes:
-        """Return nothing: what vLLM's prefix cache holds is not reported."""
-        return b""
+        """Return the names of all prompt blocks whose KV it has, the most recently used last; see `cached`."""
+        return b"" if self._cached is None else self._cached.prompts.held()
 
     def cache_changes(self) -> CacheChanges:
-        """Return nothing: what vLLM's prefix cache holds is not reported."""
-        return NO_CHANGES
+        """Return the changes of `cached_blocks` since the last call."""
+        return NO_CHANGES if self._cached is None else self._cached.prompts.changes()
 
     def _get(self, request_id: str) -> Known:
         try:
@@ -286,10 +288,13 @@ class VllmEngine:
             name = self._names.get(request.request_id)
             if name is None:
                 continue
+            found_cached = over.found_cached.get(request.request_id, 0)
+            if found_cached and self._cached is not None:
+                self._cached.used(request, found_cached)
             step = Step(
                 over.rows.get(request.request_id),
                 request.request_id in over.decoding,
-                over.found_cached.get(request.request_id, 0),
+                found_cached,
                 logprobs.get(request.request_id),
                 not self._rules.speculates,
             )

@@ -9,7 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -28,6 +32,21 @@ _METHODS = (
     (EngineCore, "post_step", ("self", "model_executed")),
     (GuidanceBackend, "compile_grammar", ("self", "request_type", "grammar_spec", "stop_token_ids")),
     (GuidanceGrammar, "accept_tokens", ("self", "request_id", "tokens")),
+    (
+        BlockPool,
+        "cache_full_blocks",
+        ("self", "request", "blocks", "num_cached_blocks", "num_full_blocks"),
+    ),
+    (BlockPool, "reset_prefix_cache", ("self",)),
+    (BlockHashToBlockMap, "pop", ("self", "key", "block_id")),
+    (BlockHashToBlockMap, "get_one_block", ("self", "key")),
+    (kv_cache_utils, "make_block_hash_with_group_id", ("block_hash", "group_id")),
+    (kv_cache_utils, "get_block_hash", ("key",)),
+)
+_ATTRIBUTES = (
+    (BlockPool, ("cached_block_hash_to_block",)),
+    (KVCacheCoordinator, ("single_type_managers",)),
+    (Request, ("all_token_ids", "block_hashes", "cache_salt")),
 )
 _OF_THE_FIRST_RUNNER = (
     (GPUModelRunner, "_sample", ("self", "logits", "spec_decode_metadata")),
@@ -47,6 +66,11 @@ def _missing(first_runner: bool) -> Iterator[str]:
         found = getattr(owner, name, None)
         if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
             yield f"{owner.__name__}.{name}({', '.join(parameters[1:])})"
+    for owner, attributes in _ATTRIBUTES:
+        source = inspect.getsource(owner)
+        for name in attributes:
+            if f"self.{name} =" not in source and f"self.{name}:" not in source:
+                yield f"{owner.__name__}.{name}"
     if "_grammar" not in StructuredOutputRequest.__dataclass_fields__:
         yield "StructuredOutputRequest._grammar"
     for name in ("ll_matcher", "ll_tokenizer", "vocab_size"):
