@@ -7,6 +7,7 @@ A file names the tenants (TOML; `laps-sd key` writes an entry):
     requests_per_minute = 600      # in the long run; a sixth of it at once
     concurrent_requests = 50       # open at once
     max_priority = 10              # highest priority of its requests
+    operator = true                # its console shows all tenants' requests, and the workers
 
 All entries except the keys are optional; a missing entry means no limit of the tenant's own.
 `[tenants.anonymous]` limits calls without a key. Keys are 256 random bits, so that one round of SHA-256 hides
@@ -88,6 +89,8 @@ class KeyFile:
     tenants: Mapping[str, str]
     """Tenant by the digest of a key."""
     quotas: Mapping[str, Quota]
+    operators: frozenset[str] = frozenset()
+    """Tenants that may see the requests of all tenants, and the workers."""
 
     @classmethod
     def read(cls, path: Path) -> KeyFile:
@@ -116,6 +119,7 @@ class KeyFile:
             raise ValueError("tenants must be tables [tenants.NAME]")
         tenants: dict[str, str] = {}
         quotas: dict[str, Quota] = {}
+        operators: set[str] = set()
         for name, entry in entries.items():
             if problem := tenant_name_problem(name):
                 raise ValueError(f"tenant {name[:80]!r} {problem}")
@@ -124,8 +128,20 @@ class KeyFile:
             for digest in _digests(name, entry.pop("keys", [])):
                 if tenants.setdefault(digest, name) != name:
                     raise ValueError(f"tenants {tenants[digest]} and {name} have the same key")
+            if _is_operator(name, entry.pop("operator", False)):
+                operators.add(name)
             quotas[name] = _quota(name, entry)
-        return cls(tenants, quotas)
+        return cls(tenants, quotas, frozenset(operators))
+
+
+def _is_operator(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise ValueError(f"tenants.{name}.operator must be true or false, got {given!r}")
+    if given and name == ANONYMOUS:
+        raise ValueError(
+            f"tenants.{ANONYMOUS}.operator must be absent: this tenant is for calls without a key"
+        )
+    return given
 
 
 def _digests(name: str, keys: Any) -> list[str]:
@@ -145,7 +161,7 @@ def _quota(name: str, entry: Mapping[str, Any]) -> Quota:
     for field, value in entry.items():
         if field not in known:
             raise ValueError(
-                f"tenants.{name}.{field} is not known; there are keys, {', '.join(sorted(known))}"
+                f"tenants.{name}.{field} is not known; there are keys, {', '.join(sorted({*known, 'operator'}))}"
             )
         kinds = (int, float) if field == "requests_per_minute" else (int,)
         least = 0 if field == "max_priority" else 1
@@ -197,6 +213,8 @@ class Tenants:
         self._trust_metadata = settings.trust_tenant_metadata
         self._anonymous = settings.allows_anonymous
         self._path = settings.api_keys_file
+        self._single = settings.local_only and self._path is None and not self._trust_metadata
+        """True if all callers are on this machine, and one tenant."""
         self._file = KeyFile({}, {})
         self._accounts: dict[str, _Account] = {}
         self._seen = self._stamp()
@@ -249,6 +267,10 @@ class Tenants:
         if tenant is None:
             raise Unauthenticated("the API key is not known here")
         return tenant
+
+    def is_operator(self, tenant: str) -> bool:
+        """Return whether a tenant may see the requests of all tenants, and the workers."""
+        return self._single or tenant in self._file.operators
 
     def label(self, tenant: str) -> str:
         """Return the tenant as a metric's label: only tenants named in the file have their own label, which

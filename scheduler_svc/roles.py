@@ -29,7 +29,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
 METHODS: tuple[tuple[str, frozenset[Role] | None], ...] = (
     ("/laps_sd.v1.GatewayLink/", frozenset({"gateway"})),
     ("/laps_sd.v1.WorkerLink/", frozenset({"worker"})),
+    # What a gateway's console shows; a gateway may read and cancel any tenant's requests already.
     ("/laps_sd.v1.Admin/ExplainRequest", frozenset({"gateway", "operator"})),
+    ("/laps_sd.v1.Admin/ListQueue", frozenset({"gateway", "operator"})),
+    ("/laps_sd.v1.Admin/ListWorkers", frozenset({"gateway", "operator"})),
     ("/laps_sd.v1.Admin/", frozenset({"operator"})),
     # These only read, and return nothing of a request: the amount of work, the health of the process, the
     # list of methods.

@@ -170,19 +170,23 @@ class Calls:
 
     async def cancel(self, request_id: str, caller: Caller) -> bool:
         """End a request; return False if it had ended."""
-        self._charge(caller)
+        self.charge(caller)
         link = self._link_of(request_id)
         return await link.cancel(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
 
-    async def explain(self, request_id: str, caller: Caller) -> inference_pb2.ExplainResponse:
-        """Return the explanation of a request's state from the shard's leader."""
-        self._charge(caller)
+    async def explain(
+        self, request_id: str, caller: Caller, *, of_any_tenant: bool = False
+    ) -> inference_pb2.ExplainResponse:
+        """Return the explanation of a request's state from the shard's leader; `of_any_tenant`: also if the
+        request is not the caller's."""
+        self.charge(caller)
         link = self._link_of(request_id)
-        return await link.explain(request_id, tenant=caller.tenant, wait_s=self.settings.scheduler_wait_s)
+        tenant = "" if of_any_tenant else caller.tenant
+        return await link.explain(request_id, tenant=tenant, wait_s=self.settings.scheduler_wait_s)
 
     async def tokenize(self, request: inference_pb2.GenerateRequest, caller: Caller) -> list[int]:
         """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
-        self._charge(caller)
+        self.charge(caller)
         check_request(request, self.settings, self.model)
         return await self._prompts.ids_of(request, self._prompts.rendered(request))
 
@@ -197,7 +201,7 @@ class Calls:
     ) -> str:
         """Return the text of a whole output, with that of special tokens if `special`. `field` is the name of
         `ids` in errors. Raises InvalidArgument, ResourceExhausted."""
-        self._charge(caller)
+        self.charge(caller)
         check_model(model, self.model)
         if len(ids) > self.model.context_tokens:
             raise InvalidArgument(field, f"must be at most {self.model.context_tokens}, got {len(ids)}")
@@ -217,12 +221,12 @@ class Calls:
             metrics.TENANT_REFUSED.labels(self._tenants.label(caller.tenant), error.code.name).inc()
             raise
 
-    # ---- helpers
-
-    def _charge(self, caller: Caller) -> None:
+    def charge(self, caller: Caller) -> None:
         """Charge a call that makes no request to the tenant's rate limit. Raises ResourceExhausted."""
         with self.refusals(caller):
             self._tenants.charge_call(caller.tenant)
+
+    # ---- helpers
 
     def _check(self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller) -> int:
         """Return the number of requested outputs, after all checks that cost nothing."""

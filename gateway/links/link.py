@@ -24,13 +24,14 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
 from gateway import metrics
+from gateway.links.admin import call_leader
 from gateway.links.client_stream import Accepted, Batch, ClientStream
-from gateway.links.explain import query_leader
 from gateway.links.greeting import Call, check_hello, exchange_hellos
 from gateway.links.streams import Streams
 from gateway.settings import GatewaySettings
@@ -56,6 +57,14 @@ log = get_logger(__name__)
 PATIENCE_ROUNDS = 8
 """Failed rounds of dialling before a warning."""
 EXPLAIN_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The present state of a shard, by its leader."""
+
+    queue: admin_pb2.ListQueueResponse
+    workers: admin_pb2.ListWorkersResponse
 
 
 class ShardLink:
@@ -195,12 +204,34 @@ class ShardLink:
                 while True:
                     await self._connected.wait()
                     assert self._channel is not None, "connected means that there is a channel"
-                    response = await query_leader(self._channel, request)
+                    response = await call_leader(self._channel, lambda admin: admin.ExplainRequest(request))
                     if response is not None:
                         return response
                     await asyncio.sleep(EXPLAIN_PAUSE_S)
         except TimeoutError:
             raise self._unreachable(wait_s) from None
+        except NotFound as error:
+            raise NotFound(f"there is no request {request_id!r}") from error
+
+    async def survey(self, *, most: int, wait_s: float) -> Survey:
+        """Return the leader's queue, `most` requests at most, and its workers. Raises Unavailable, or the
+        leader's refusal."""
+        if self._channel is None:
+            raise Unavailable(self.refusal, retry_after_s=1.0)
+        wanted = admin_pb2.ListQueueRequest(limit=most)
+        try:
+            async with asyncio.timeout(wait_s):
+                queue, workers = await asyncio.gather(
+                    call_leader(self._channel, lambda admin: admin.ListQueue(wanted)),
+                    call_leader(
+                        self._channel, lambda admin: admin.ListWorkers(admin_pb2.ListWorkersRequest())
+                    ),
+                )
+        except TimeoutError:
+            raise self._unreachable(wait_s) from None
+        if queue is None or workers is None:
+            raise Unavailable(f"the leader of shard {self.shard} is changing", retry_after_s=1.0)
+        return Survey(queue, workers)
 
     def _unreachable(self, wait_s: float) -> Unavailable:
         what = "did not answer" if self.connected else "could not be reached"

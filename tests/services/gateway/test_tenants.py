@@ -159,6 +159,8 @@ class TestTheFile:
             ("[tenants.a]\nconcurrent_requests = 0", "must be a number from 1, got 0"),
             ("[tenants.a]\nrequests_per_minute = nan", "must be a number from 1"),
             ("[tenants.a]\nmax_priority = true", "must be a number from 0"),
+            ("[tenants.a]\noperator = 1", "tenants.a.operator must be true or false, got 1"),
+            ("[tenants.anonymous]\noperator = true", "tenants.anonymous.operator must be absent"),
             ("nonsense", "Expected"),
         ],
     )

@@ -28,7 +28,10 @@ def methods(*modules: Any) -> list[str]:
 
 
 def test_every_method_of_the_port_has_been_decided_upon() -> None:
-    admin, explain = methods(admin_pb2), "/laps_sd.v1.Admin/ExplainRequest"
+    admin = methods(admin_pb2)
+    for_gateways = [
+        f"/laps_sd.v1.Admin/{method}" for method in ("ExplainRequest", "ListQueue", "ListWorkers")
+    ]
 
     assert {
         method: roles_of_method(method) for method in methods(gateway_link_pb2, worker_link_pb2, admin_pb2)
@@ -36,9 +39,9 @@ def test_every_method_of_the_port_has_been_decided_upon() -> None:
         "/laps_sd.v1.GatewayLink/Connect": {"gateway"},
         "/laps_sd.v1.WorkerLink/Connect": {"worker"},
         **{method: {"operator"} for method in admin},
-        explain: {"gateway", "operator"},
+        **{method: {"gateway", "operator"} for method in for_gateways},
     }
-    assert explain in admin
+    assert set(for_gateways) <= set(admin)
     assert {roles_of_method(method) for method in methods(externalscaler_pb2)} == {None}
     assert {roles_of_method(method) for method in methods(inference_pb2)} == {
         frozenset()
