@@ -120,6 +120,25 @@ test-vllm: vllm ## Run the tests of the scheduler and the worker engine over vLL
 judge-vllm: ## Run the tests on vLLM's own scheduler with any environment that has vLLM (PYTHON=/path/to/its/python)
 	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py tests/vllm/test_second_runner.py tests/vllm/test_overlap.py $(ARGS)
 
+# What the gateway ships is committed, so that only a change of the console needs node.
+.PHONY: console
+console: ## Check the types of the browser's console and build it into gateway/api/console/static (needs npm)
+	cd console && npm ci --silent --no-audit --no-fund && npm run --silent check && npm run --silent build
+
+.PHONY: console-recording
+console-recording: setup ## Record the burst of the console's demo again, after a change of the scheduler's core
+	$(BIN)/python -m simulator.recording console/src/demo/recording.json
+	@$(MAKE) --no-print-directory console
+
+PLAYWRIGHT := $(VENV)/playwright
+.PHONY: test-console
+test-console: setup ## Run the tests of the console in a browser (installs Playwright, 150 MB; needs chromium, and npm for one test)
+	@cmp -s tests/console/playwright.txt $(PLAYWRIGHT)/playwright.txt || { \
+	  rm -rf $(PLAYWRIGHT) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --target $(PLAYWRIGHT) -r tests/console/playwright.txt && cp tests/console/playwright.txt $(PLAYWRIGHT); }
+	@! command -v npm >/dev/null || $(MAKE) --no-print-directory console
+	PYTHONPATH=$(CURDIR)/$(PLAYWRIGHT) $(BIN)/python -m pytest tests/console $(ARGS)
+
 .PHONY: test-long
 test-long: setup ## Run the long tests: chaos, fuzzing, policies
 	$(BIN)/python -m pytest -m long $(ARGS)

@@ -63,7 +63,9 @@ class GatewayApp:
             self.app.names.extend(service.full_name for service in descriptor.services_by_name.values())
 
         self.app.own_names.append(TRAFFIC)
-        self.http = HttpServer(self.calls, tenants, self.app) if settings.http_port is not None else None
+        self.http = (
+            None if settings.http_port is None else HttpServer(self.calls, tenants, self.app, self.shards)
+        )
         self._vllm_metrics = VllmMetrics(model.name, self.shards) if settings.vllm_metrics else None
         self.app.closing.push_async_callback(self._close)
 

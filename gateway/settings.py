@@ -151,6 +151,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "are never allowed",
     )
 
+    console: bool = field(
+        True,
+        help="Serve the console at /console of the HTTP port. It shows a caller its own requests, and operators all; "
+        "callers without a key only at a gateway that listens on loopback. See docs/how-to/console.md",
+    )
+
     max_streams: int = field(
         10_000,
         help="Largest number of calls that have a request open at once; further calls get RESOURCE_EXHAUSTED "

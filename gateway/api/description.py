@@ -166,6 +166,7 @@ def openapi_json() -> bytes:
                 )
             },
             "/openapi.json": {"get": _page("This description", {"type": "object"}, security=NO_KEY)},
+            **_console(),
         },
         "components": {
             "schemas": bodies["$defs"]
@@ -181,6 +182,36 @@ def openapi_json() -> bytes:
         },
     }
     return json.dumps(description, ensure_ascii=False).encode()
+
+
+def _console() -> Json:
+    """Return the paths of the console; the form of its data may change between releases."""
+    text: Json = {"type": "string"}
+    identified: Json = {"name": "id", "in": "path", "required": True, "schema": text}
+    return {
+        "/console": {"get": _page("The console", text, media="text/html", security=NO_KEY)},
+        "/console/demo": {
+            "get": _page("A recorded burst under two policies", text, media="text/html", security=NO_KEY)
+        },
+        "/console/assets/{name}": {
+            "parameters": [identified | {"name": "name"}],
+            "get": _page("A file of the console", text, media="text/plain", security=NO_KEY),
+        },
+        "/console/api/events": {
+            "get": _page(
+                "What the console shows, once a second",
+                text,
+                media="text/event-stream",
+                errors=("401", "403", "429"),
+            )
+        },
+        "/console/api/requests/{id}": {
+            "parameters": [identified],
+            "get": _page(
+                "The explanation of a request", {"type": "object"}, errors=("401", "403", "404", "429", "503")
+            ),
+        },
+    }
 
 
 def _generation(summary: str, body: str) -> Json:

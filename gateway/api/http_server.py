@@ -11,6 +11,7 @@
     GET  /docs                                      the same as a page for readers
     GET  /version, /ping, /load                     as a server of vLLM has them
     POST /tokenize, /detokenize                     the same
+    GET  /console                                   a page that shows queues, workers and requests (`console/`)
 
 aiohttp cancels the handler of a client that disconnects; the handler's attachments are then closed, without
 code here. Until a request is accepted an error is a status with OpenAI's error object; after the first chunk
@@ -35,6 +36,7 @@ from aiohttp import web
 from gateway.api.anthropic.body import read_count, read_messages
 from gateway.api.anthropic.errors import anthropic_error
 from gateway.api.anthropic.reply import MessagesReply
+from gateway.api.console.routes import ConsoleRoutes
 from gateway.api.description import openapi_json
 from gateway.api.docs_page import POLICY, docs_page
 from gateway.api.http_connections import HEADERS_S, HttpConnections
@@ -69,6 +71,7 @@ from gateway.api.openai.responses.reply import ResponsesReply
 from gateway.api.openai.unknown_fields import OnUnknown, UnknownFields
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.validation import check_model
+from gateway.links.shards import Shards
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, LapsSdError, StartupError, Unavailable
 from laps_sd.service.log import get_logger
@@ -92,7 +95,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class HttpServer:
     """The HTTP server: `start`, then `stop_listening` and `close`."""
 
-    def __init__(self, calls: Calls, tenants: Tenants, app: ServiceApp) -> None:
+    def __init__(self, calls: Calls, tenants: Tenants, app: ServiceApp, shards: Shards) -> None:
         logging.getLogger(HTTP_LOGGER).addFilter(is_news)
         self._calls = calls
         self._tenants = tenants
@@ -119,6 +122,8 @@ class HttpServer:
         routes.router.add_get("/openapi.json", self._openapi)
         routes.router.add_get("/docs", self._docs)
         VllmRoutes(calls, tenants, self._unknown).add_to(routes.router, self._health)
+        if calls.settings.console:
+            ConsoleRoutes(calls, tenants, shards, app.stopping).add_to(routes.router)
         routes.on_response_prepare.append(self._cors.grant)
         self.routes = routes.router
         """The handler of each path."""

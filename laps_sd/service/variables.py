@@ -11,6 +11,7 @@ KNOWN = frozenset(
         "LAPS_SD_BENCH_DATA",
         "LAPS_SD_BLOCK_SIZE",
         "LAPS_SD_CLIENT_ROLES",
+        "LAPS_SD_CONSOLE",
         "LAPS_SD_CONTEXT_TOKENS",
         "LAPS_SD_CORS_ORIGINS",
         "LAPS_SD_DEFAULT_MAX_TOKENS",

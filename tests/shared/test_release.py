@@ -176,6 +176,7 @@ def test_the_type_marker_stubs_scripts_and_models_are_in_the_wheel(wheel: Path) 
         "scheduler_svc/store/lua/*.lua",
         "worker_svc/demo/target/*",
         "worker_svc/demo/draft/*",
+        "gateway/api/console/static/*",
     ):
         matching = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern) if path.is_file()}
         assert matching, pattern

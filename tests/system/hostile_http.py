@@ -397,6 +397,12 @@ PLACES: tuple[tuple[str, str, frozenset[int]], ...] = (
     ("GET", "/v1/models/" + "%F0%9F%98%80" * 200, frozenset({404})),
     ("GET", "/v1/models/../../etc/passwd", frozenset({404})),
     ("GET", "/v1/models/..%2f..%2fetc", frozenset({404})),
+    ("GET", "/console/assets/..%2f__init__.py", frozenset({404})),
+    ("GET", "/console/assets/%ff%00", frozenset({404})),
+    # The Host of these requests is no name of this machine, and they have no key.
+    ("GET", "/console/api/events", frozenset({403})),
+    ("GET", "/console/api/requests/%ff%00", frozenset({403})),
+    ("GET", "/console/api/requests/" + "%F0%9F%98%80" * 200, frozenset({403})),
     ("POST", "//v1/completions", frozenset({404})),
     ("POST", "/v1/completions/", frozenset({404})),
     ("GET", "/%", REFUSED),

@@ -75,6 +75,10 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         self.claims: dict[tuple[str, str], str] = {}  # idempotency key -> shard; shards of one pool share it
         self.attach_results: list[int] = []  # for the next Attaches; then the record decides
         self.replay_chunk = 1_000_000
+        self.queue: list[admin_pb2.QueueEntry] = []
+        self.workers: list[admin_pb2.WorkerStatus] = []
+        self.queue_limits: list[int] = []  # one of each ListQueue
+        self.denies_surveys = False  # as a scheduler does whose roles allow gateways no ListQueue
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -304,3 +308,18 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
                 request_id=request.request_id, policy="fcfs", tenant=request.tenant
             )
         )
+
+    async def ListQueue(
+        self, request: admin_pb2.ListQueueRequest, context: Any
+    ) -> admin_pb2.ListQueueResponse:
+        self.queue_limits.append(request.limit)
+        if self.denies_surveys:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this certificate may not act as operator")
+        return admin_pb2.ListQueueResponse(
+            entries=self.queue[: request.limit], total=len(self.queue), policy="laps-sd"
+        )
+
+    async def ListWorkers(
+        self, request: admin_pb2.ListWorkersRequest, context: Any
+    ) -> admin_pb2.ListWorkersResponse:
+        return admin_pb2.ListWorkersResponse(workers=self.workers)
