@@ -131,13 +131,20 @@ console-recording: setup ## Record the burst of the console's demo again, after 
 	@$(MAKE) --no-print-directory console
 
 PLAYWRIGHT := $(VENV)/playwright
+$(PLAYWRIGHT)/.installed: tests/console/playwright.txt | setup
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r $<
+	@touch $@
+
+# The packages of console/ are installed for the test that builds it; that test must see what is committed.
 .PHONY: test-console
-test-console: setup ## Run the tests of the console in a browser (installs Playwright, 150 MB; needs chromium, and npm for one test)
-	@cmp -s tests/console/playwright.txt $(PLAYWRIGHT)/playwright.txt || { \
-	  rm -rf $(PLAYWRIGHT) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    --target $(PLAYWRIGHT) -r tests/console/playwright.txt && cp tests/console/playwright.txt $(PLAYWRIGHT); }
-	@! command -v npm >/dev/null || $(MAKE) --no-print-directory console
+test-console: setup $(PLAYWRIGHT)/.installed ## Run the tests of the console in a browser (installs Playwright, 170 MB; needs chromium, and npm for one test)
+	@! command -v npm >/dev/null || (cd console && npm ci --silent --no-audit --no-fund)
 	PYTHONPATH=$(CURDIR)/$(PLAYWRIGHT) $(BIN)/python -m pytest tests/console $(ARGS)
+
+.PHONY: console-pictures
+console-pictures: $(PLAYWRIGHT)/.installed ## Make the pictures of the console in docs/figures (needs chromium)
+	PYTHONPATH=$(CURDIR)/$(PLAYWRIGHT) $(BIN)/python -m tests.console.pictures docs/figures
 
 .PHONY: test-long
 test-long: setup ## Run the long tests: chaos, fuzzing, policies

@@ -43,6 +43,7 @@ GENERATED = "<!-- Written by docs/generate.py from the code. Change the code, th
 OF_A_CHECKOUT = (
     "LAPS_SD_BENCH_DATA",
     "LAPS_SD_TEST_CLIENTS",
+    "LAPS_SD_TEST_CHROMIUM",
     "LAPS_SD_TEST_DEVICE",
     "LAPS_SD_TEST_VLLM_PYTHON",
 )

@@ -1,4 +1,4 @@
-"""What the gateway ships of the console is what its sources make."""
+"""The files that the gateway ships are what the console's sources make."""
 
 from __future__ import annotations
 
