@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from laps_sd.v1 import inference_pb2 as laps__sd_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16laps_sd/v1/admin.proto\x12\nlaps_sd.v1\x1a\x1alaps_sd/v1/inference.proto\"9\n\x13\x41\x64minExplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"!\n\x10ListQueueRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"\x8c\x01\n\x11ListQueueResponse\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.laps_sd.v1.QueueEntry\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12/\n\rrecord_outage\x18\x04 \x01(\x0b\x32\x18.laps_sd.v1.RecordOutage\"\xaf\x02\n\nQueueEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.laps_sd.v1.Explanation.State\x12\x12\n\x05level\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07index_s\x18\x06 \x01(\x01\x12\x18\n\x0bperceptible\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\twaiting_s\x18\x08 \x01(\x01\x12\x12\n\nattained_s\x18\t \x01(\x01\x12\x16\n\x0e\x65mitted_tokens\x18\n \x01(\r\x12\x11\n\tworker_id\x18\x0b \x01(\t\x12\x12\n\nordered_by\x18\x0c \x01(\tB\x08\n\x06_levelB\x0e\n\x0c_perceptible\"\x14\n\x12ListWorkersRequest\"q\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.laps_sd.v1.WorkerStatus\x12/\n\rrecord_outage\x18\x02 \x01(\x0b\x32\x18.laps_sd.v1.RecordOutage\"\x98\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bworker_name\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0e\n\x06listed\x18\x08 \x01(\r\x12\x15\n\rtarget_blocks\x18\t \x01(\r\x12\x1a\n\x12\x66ree_target_blocks\x18\n \x01(\r\x12\x0e\n\x06rounds\x18\x0b \x01(\x04\x12\x0e\n\x06tokens\x18\x0c \x01(\x04\x12\x12\n\nacceptance\x18\r \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x0e \x01(\x01\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15NominateVictimRequest\";\n\x16NominateVictimResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63ost_s\x18\x02 \x01(\x01\"\x11\n\x0fGetShardRequest\"\xcb\x01\n\x10GetShardResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0e\n\x06listed\x18\x06 \x01(\r\x12\x11\n\tbacklog_s\x18\x07 \x01(\x01\x12\x0f\n\x07workers\x18\x08 \x01(\r\x12\x18\n\x10software_version\x18\t \x01(\t\x12\x16\n\x0e\x64\x65pth_by_level\x18\n \x03(\r\"\x12\n\x10GetRecordRequest\"D\n\x11GetRecordResponse\x12/\n\rrecord_outage\x18\x01 \x01(\x0b\x32\x18.laps_sd.v1.RecordOutage\"=\n\x0cRecordOutage\x12\r\n\x05\x66\x61ult\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07lasts_s\x18\x03 \x01(\x01\x32\xab\x04\n\x05\x41\x64min\x12N\n\x0e\x45xplainRequest\x12\x1f.laps_sd.v1.AdminExplainRequest\x1a\x1b.laps_sd.v1.ExplainResponse\x12H\n\tListQueue\x12\x1c.laps_sd.v1.ListQueueRequest\x1a\x1d.laps_sd.v1.ListQueueResponse\x12N\n\x0bListWorkers\x12\x1e.laps_sd.v1.ListWorkersRequest\x1a\x1f.laps_sd.v1.ListWorkersResponse\x12N\n\x0b\x44rainWorker\x12\x1e.laps_sd.v1.DrainWorkerRequest\x1a\x1f.laps_sd.v1.DrainWorkerResponse\x12W\n\x0eNominateVictim\x12!.laps_sd.v1.NominateVictimRequest\x1a\".laps_sd.v1.NominateVictimResponse\x12\x45\n\x08GetShard\x12\x1b.laps_sd.v1.GetShardRequest\x1a\x1c.laps_sd.v1.GetShardResponse\x12H\n\tGetRecord\x12\x1c.laps_sd.v1.GetRecordRequest\x1a\x1d.laps_sd.v1.GetRecordResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16laps_sd/v1/admin.proto\x12\nlaps_sd.v1\x1a\x1alaps_sd/v1/inference.proto\"9\n\x13\x41\x64minExplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"!\n\x10ListQueueRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"\x8c\x01\n\x11ListQueueResponse\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.laps_sd.v1.QueueEntry\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12/\n\rrecord_outage\x18\x04 \x01(\x0b\x32\x18.laps_sd.v1.RecordOutage\"\xaf\x02\n\nQueueEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.laps_sd.v1.Explanation.State\x12\x12\n\x05level\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07index_s\x18\x06 \x01(\x01\x12\x18\n\x0bperceptible\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\twaiting_s\x18\x08 \x01(\x01\x12\x12\n\nattained_s\x18\t \x01(\x01\x12\x16\n\x0e\x65mitted_tokens\x18\n \x01(\r\x12\x11\n\tworker_id\x18\x0b \x01(\t\x12\x12\n\nordered_by\x18\x0c \x01(\tB\x08\n\x06_levelB\x0e\n\x0c_perceptible\"\x14\n\x12ListWorkersRequest\"q\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.laps_sd.v1.WorkerStatus\x12/\n\rrecord_outage\x18\x02 \x01(\x0b\x32\x18.laps_sd.v1.RecordOutage\"\x98\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bworker_name\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0e\n\x06listed\x18\x08 \x01(\r\x12\x15\n\rtarget_blocks\x18\t \x01(\r\x12\x1a\n\x12\x66ree_target_blocks\x18\n \x01(\r\x12\x0e\n\x06rounds\x18\x0b \x01(\x04\x12\x0e\n\x06tokens\x18\x0c \x01(\x04\x12\x12\n\nacceptance\x18\r \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x0e \x01(\x01\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\".\n\x15\x43\x61ncelRequestResponse\x12\x15\n\ralready_ended\x18\x01 \x01(\x08\"\x17\n\x15NominateVictimRequest\";\n\x16NominateVictimResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63ost_s\x18\x02 \x01(\x01\"\x11\n\x0fGetShardRequest\"\xcb\x01\n\x10GetShardResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x14\n\x0cleader_epoch\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0e\n\x06listed\x18\x06 \x01(\r\x12\x11\n\tbacklog_s\x18\x07 \x01(\x01\x12\x0f\n\x07workers\x18\x08 \x01(\r\x12\x18\n\x10software_version\x18\t \x01(\t\x12\x16\n\x0e\x64\x65pth_by_level\x18\n \x03(\r\"\x12\n\x10GetRecordRequest\"D\n\x11GetRecordResponse\x12/\n\rrecord_outage\x18\x01 \x01(\x0b\x32\x18.laps_sd.v1.RecordOutage\"=\n\x0cRecordOutage\x12\r\n\x05\x66\x61ult\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07lasts_s\x18\x03 \x01(\x01\x32\x81\x05\n\x05\x41\x64min\x12N\n\x0e\x45xplainRequest\x12\x1f.laps_sd.v1.AdminExplainRequest\x1a\x1b.laps_sd.v1.ExplainResponse\x12H\n\tListQueue\x12\x1c.laps_sd.v1.ListQueueRequest\x1a\x1d.laps_sd.v1.ListQueueResponse\x12N\n\x0bListWorkers\x12\x1e.laps_sd.v1.ListWorkersRequest\x1a\x1f.laps_sd.v1.ListWorkersResponse\x12N\n\x0b\x44rainWorker\x12\x1e.laps_sd.v1.DrainWorkerRequest\x1a\x1f.laps_sd.v1.DrainWorkerResponse\x12T\n\rCancelRequest\x12 .laps_sd.v1.CancelRequestRequest\x1a!.laps_sd.v1.CancelRequestResponse\x12W\n\x0eNominateVictim\x12!.laps_sd.v1.NominateVictimRequest\x1a\".laps_sd.v1.NominateVictimResponse\x12\x45\n\x08GetShard\x12\x1b.laps_sd.v1.GetShardRequest\x1a\x1c.laps_sd.v1.GetShardResponse\x12H\n\tGetRecord\x12\x1c.laps_sd.v1.GetRecordRequest\x1a\x1d.laps_sd.v1.GetRecordResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,20 +50,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINWORKERREQUEST']._serialized_end=1065
   _globals['_DRAINWORKERRESPONSE']._serialized_start=1067
   _globals['_DRAINWORKERRESPONSE']._serialized_end=1107
-  _globals['_NOMINATEVICTIMREQUEST']._serialized_start=1109
-  _globals['_NOMINATEVICTIMREQUEST']._serialized_end=1132
-  _globals['_NOMINATEVICTIMRESPONSE']._serialized_start=1134
-  _globals['_NOMINATEVICTIMRESPONSE']._serialized_end=1193
-  _globals['_GETSHARDREQUEST']._serialized_start=1195
-  _globals['_GETSHARDREQUEST']._serialized_end=1212
-  _globals['_GETSHARDRESPONSE']._serialized_start=1215
-  _globals['_GETSHARDRESPONSE']._serialized_end=1418
-  _globals['_GETRECORDREQUEST']._serialized_start=1420
-  _globals['_GETRECORDREQUEST']._serialized_end=1438
-  _globals['_GETRECORDRESPONSE']._serialized_start=1440
-  _globals['_GETRECORDRESPONSE']._serialized_end=1508
-  _globals['_RECORDOUTAGE']._serialized_start=1510
-  _globals['_RECORDOUTAGE']._serialized_end=1571
-  _globals['_ADMIN']._serialized_start=1574
-  _globals['_ADMIN']._serialized_end=2129
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=1109
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=1151
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1153
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1199
+  _globals['_NOMINATEVICTIMREQUEST']._serialized_start=1201
+  _globals['_NOMINATEVICTIMREQUEST']._serialized_end=1224
+  _globals['_NOMINATEVICTIMRESPONSE']._serialized_start=1226
+  _globals['_NOMINATEVICTIMRESPONSE']._serialized_end=1285
+  _globals['_GETSHARDREQUEST']._serialized_start=1287
+  _globals['_GETSHARDREQUEST']._serialized_end=1304
+  _globals['_GETSHARDRESPONSE']._serialized_start=1307
+  _globals['_GETSHARDRESPONSE']._serialized_end=1510
+  _globals['_GETRECORDREQUEST']._serialized_start=1512
+  _globals['_GETRECORDREQUEST']._serialized_end=1530
+  _globals['_GETRECORDRESPONSE']._serialized_start=1532
+  _globals['_GETRECORDRESPONSE']._serialized_end=1600
+  _globals['_RECORDOUTAGE']._serialized_start=1602
+  _globals['_RECORDOUTAGE']._serialized_end=1663
+  _globals['_ADMIN']._serialized_start=1666
+  _globals['_ADMIN']._serialized_end=2307
 # @@protoc_insertion_point(module_scope)

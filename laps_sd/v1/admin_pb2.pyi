@@ -299,6 +299,45 @@ class DrainWorkerResponse(_message.Message):
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
 
 @_typing.final
+class CancelRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALREADY_ENDED_FIELD_NUMBER: _builtins.int
+    already_ended: _builtins.bool
+    """True: it had ended before, and nothing was done."""
+    def __init__(
+        self,
+        *,
+        already_ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_ended", b"already_ended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestResponse: _TypeAlias = CancelRequestResponse  # noqa: Y015
+
+@_typing.final
 class NominateVictimRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -56,6 +56,11 @@ class AdminStub:
                 request_serializer=laps__sd_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=laps__sd_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/laps_sd.v1.Admin/CancelRequest',
+                request_serializer=laps__sd_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=laps__sd_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
         self.NominateVictim = channel.unary_unary(
                 '/laps_sd.v1.Admin/NominateVictim',
                 request_serializer=laps__sd_dot_v1_dot_admin__pb2.NominateVictimRequest.SerializeToString,
@@ -105,6 +110,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelRequest(self, request, context):
+        """Cancels a request of any tenant. It ends as by its client's cancel, once the record has its end. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def NominateVictim(self, request, context):
         """Returns the worker that is cheapest to remove.
         """
@@ -148,6 +160,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=laps__sd_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=laps__sd_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=laps__sd_dot_v1_dot_admin__pb2.CancelRequestRequest.FromString,
+                    response_serializer=laps__sd_dot_v1_dot_admin__pb2.CancelRequestResponse.SerializeToString,
             ),
             'NominateVictim': grpc.unary_unary_rpc_method_handler(
                     servicer.NominateVictim,
@@ -274,6 +291,33 @@ class Admin:
             '/laps_sd.v1.Admin/DrainWorker',
             laps__sd_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             laps__sd_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/laps_sd.v1.Admin/CancelRequest',
+            laps__sd_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
+            laps__sd_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class AdminStub:
     """The workers of the shard, with their load."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Drains a worker: it gets no new work, and its requests move or finish. Idempotent."""
+    CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]
+    """Cancels a request of any tenant. It ends as by its client's cancel, once the record has its end. Idempotent."""
     NominateVictim: _grpc.UnaryUnaryMultiCallable[_admin_pb2.NominateVictimRequest, _admin_pb2.NominateVictimResponse]
     """Returns the worker that is cheapest to remove."""
     GetShard: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetShardRequest, _admin_pb2.GetShardResponse]
@@ -64,6 +66,8 @@ class AdminAsyncStub(AdminStub):
     """The workers of the shard, with their load."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Drains a worker: it gets no new work, and its requests move or finish. Idempotent."""
+    CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]  # type: ignore[assignment]
+    """Cancels a request of any tenant. It ends as by its client's cancel, once the record has its end. Idempotent."""
     NominateVictim: _aio.UnaryUnaryMultiCallable[_admin_pb2.NominateVictimRequest, _admin_pb2.NominateVictimResponse]  # type: ignore[assignment]
     """Returns the worker that is cheapest to remove."""
     GetShard: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetShardRequest, _admin_pb2.GetShardResponse]  # type: ignore[assignment]
@@ -105,6 +109,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
         """Drains a worker: it gets no new work, and its requests move or finish. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def CancelRequest(
+        self,
+        request: _admin_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CancelRequestResponse, _abc.Awaitable[_admin_pb2.CancelRequestResponse]]:
+        """Cancels a request of any tenant. It ends as by its client's cancel, once the record has its end. Idempotent."""
 
     @_abc_1.abstractmethod
     def NominateVictim(

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service.log import SHARD_LOAD, get_logger
 from scheduler_svc import metrics
@@ -58,6 +59,7 @@ from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import (
     TRANSITIONS,
+    CancelOrdered,
     DrainOrdered,
     FromGateway,
     FromWorker,
@@ -311,6 +313,8 @@ class Loop:
                 turn.departures.append((session, None))
             case DrainOrdered(worker_id):
                 self.roster.drain(turn, worker_id)
+            case CancelOrdered(request_id):
+                turn.events.append(EndRequested(request_id, End.CANCELLED, "cancelled by an operator"))
             case LeadInDoubt(settled):
                 turn.lead_in_doubt = True
                 if settled is not None:

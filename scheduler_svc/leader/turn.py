@@ -64,6 +64,13 @@ class DrainOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelOrdered:
+    """Order of an operator that a request ends."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeadInDoubt:
     """Doubt about the record, which may have lost something: compare, and write back what it lacks. Then set
     `settled`.
@@ -72,7 +79,16 @@ class LeadInDoubt:
     settled: asyncio.Event | None = None
 
 
-Item = FromGateway | GatewayClosed | WorkerOpened | FromWorker | WorkerClosed | DrainOrdered | LeadInDoubt
+Item = (
+    FromGateway
+    | GatewayClosed
+    | WorkerOpened
+    | FromWorker
+    | WorkerClosed
+    | DrainOrdered
+    | CancelOrdered
+    | LeadInDoubt
+)
 
 
 Transition = Commit | Finish | Release | Lease

@@ -36,6 +36,7 @@ from scheduler_svc.leader.loop import Loop
 from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.turn import (
+    CancelOrdered,
     DrainOrdered,
     FromGateway,
     FromWorker,
@@ -270,7 +271,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
-    """Interface for operators and Explain. All methods only read; draining is handed to the loop."""
+    """Interface for operators and Explain. All methods only read; draining and cancelling are handed to the loop."""
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
@@ -345,6 +346,29 @@ class Admin(admin_pb2_grpc.AdminServicer):
             loop.put(DrainOrdered(entry.worker_id))
             return admin_pb.DrainWorkerResponse(worker_id=entry.worker_id)
         raise NotFound(f"no worker {request.worker!r}; `laps-sd workers` lists them")
+
+    async def CancelRequest(
+        self, request: admin_pb.CancelRequestRequest, context: Any
+    ) -> admin_pb.CancelRequestResponse:
+        """See admin.proto."""
+        loop = self._loop()
+        request_id = request.request_id
+        checks.check_request_id(request_id)
+        if request_id in loop.clients.live:
+            await loop.room.wait()  # as for messages of gateways: the inbox has a bound
+            loop.put(CancelOrdered(request_id))
+            log.info("an operator cancels a request", request_id=request_id)
+            return admin_pb.CancelRequestResponse()
+        try:
+            stored = await loop.store.read(request_id)
+        except StoreUnavailable as error:
+            detail = f"request {request_id} is not running, and the record cannot be read now: {error}"
+            raise Unavailable(detail, retry_after_s=1.0) from error
+        if stored is None:
+            raise NotFound(f"no request {request_id}: it is unknown, or has expired")
+        if stored.end is None:  # written a moment ago, or refused and about to be withdrawn
+            raise Unavailable(f"request {request_id} is not in the queue yet", retry_after_s=1.0)
+        return admin_pb.CancelRequestResponse(already_ended=True)
 
     async def NominateVictim(
         self, request: admin_pb.NominateVictimRequest, context: Any

@@ -163,6 +163,10 @@ async def _answer(channel: grpc.aio.Channel, peer: str) -> grpc.StatusCode:
         "client": (inference_pb2_grpc.InferenceStub(channel).ListModels, pb.ListModelsRequest()),
         "operator": (admin.GetShard, admin_pb2.GetShardRequest()),
         "an operator that drains": (admin.DrainWorker, admin_pb2.DrainWorkerRequest(worker="none")),
+        "an operator that cancels": (
+            admin.CancelRequest,
+            admin_pb2.CancelRequestRequest(request_id="s0.none"),
+        ),
         "who lists": (admin.ListQueue, admin_pb2.ListQueueRequest()),
         "who explains": (admin.ExplainRequest, admin_pb2.AdminExplainRequest(request_id="s0.none")),
         "an autoscaler": (scaler.GetMetricSpec, externalscaler_pb2.ScaledObjectRef()),
@@ -178,14 +182,28 @@ async def _answer(channel: grpc.aio.Channel, peer: str) -> grpc.StatusCode:
 MAY = {
     "gateway": {"gateway", "who lists", "who explains"},
     "worker": {"worker"},
-    "operator": {"operator", "an operator that drains", "who lists", "who explains"},
+    "operator": {
+        "operator",
+        "an operator that drains",
+        "an operator that cancels",
+        "who lists",
+        "who explains",
+    },
 }
 
 
 @pytest.mark.parametrize("holder", NAMES)
 @pytest.mark.parametrize(
     "acts_as",
-    ["gateway", "worker", "operator", "an operator that drains", "who lists", "who explains"],
+    [
+        "gateway",
+        "worker",
+        "operator",
+        "an operator that drains",
+        "an operator that cancels",
+        "who lists",
+        "who explains",
+    ],
 )
 async def test_a_certificate_may_act_in_its_role_and_in_no_other(
     secure_stack: LocalStack, certificates: dict[str, Tls], holder: str, acts_as: str

@@ -774,6 +774,48 @@ async def test_the_queue_names_the_policy_and_what_each_place_rests_on(scheduler
     assert not entry.HasField("perceptible")
 
 
+async def test_an_operator_cancels_a_request_of_any_tenant(scheduler: SchedulerUnderTest) -> None:
+    async with (
+        grpc.aio.insecure_channel(scheduler.address) as channel,
+        gateway(scheduler.address) as client,
+        worker(scheduler.address) as gpu,
+    ):
+        admin = admin_pb2_grpc.AdminStub(channel)
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10])
+
+        first = await admin.CancelRequest(admin_pb.CancelRequestRequest(request_id="r1"))
+        tokens, end = await client.read("r1-client")
+        again = await admin.CancelRequest(admin_pb.CancelRequestRequest(request_id="r1"))
+        asked = admin_pb.AdminExplainRequest(request_id="r1")
+        told = (await admin.ExplainRequest(asked)).explanation
+
+    assert (tokens, end.kind) == ([10], gateway_pb.RequestEnd.KIND_CANCELLED)
+    assert (first.already_ended, again.already_ended) == (False, True)
+    assert told.finish_reason == pb.FINISH_REASON_CANCELLED
+    assert told.basis == "cancelled by an operator"
+
+
+@pytest.mark.parametrize(
+    ("request_id", "code"),
+    [
+        ("unknown", grpc.StatusCode.NOT_FOUND),
+        ("", grpc.StatusCode.INVALID_ARGUMENT),
+        ("x" * 1000, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_a_request_that_is_not_there_cannot_be_cancelled(
+    scheduler: SchedulerUnderTest, request_id: str, code: grpc.StatusCode
+) -> None:
+    async with grpc.aio.insecure_channel(scheduler.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await admin.CancelRequest(admin_pb.CancelRequestRequest(request_id=request_id))
+
+    assert error.value.code() is code
+
+
 async def test_nothing_is_left_when_all_is_done(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
