@@ -404,6 +404,10 @@ class GetShardResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     DEPTH_BY_LEVEL_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ESTIMATE_ERRORS_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
     pool: _builtins.str
     leader_epoch: _builtins.str
@@ -414,8 +418,17 @@ class GetShardResponse(_message.Message):
     """Machine seconds of waiting work, by the estimates."""
     workers: _builtins.int
     software_version: _builtins.str
+    preemptions: _builtins.int
+    """Sums since this leader began."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens of the requests that workers have taken up, and those of them that were in a worker's prefix cache."""
+    cached_prompt_tokens: _builtins.int
     @_builtins.property
     def depth_by_level(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def estimate_errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___EstimateError]:
+        """One for each moment at which estimates were made, if a request has ended since. Since this leader began."""
+
     def __init__(
         self,
         *,
@@ -429,14 +442,55 @@ class GetShardResponse(_message.Message):
         workers: _builtins.int = ...,
         software_version: _builtins.str = ...,
         depth_by_level: _abc.Iterable[_builtins.int] | None = ...,
+        preemptions: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+        estimate_errors: _abc.Iterable[Global___EstimateError] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "depth_by_level", b"depth_by_level", "leader_epoch", b"leader_epoch", "listed", b"listed", "policy", b"policy", "pool", b"pool", "queued", b"queued", "shard", b"shard", "software_version", b"software_version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "cached_prompt_tokens", b"cached_prompt_tokens", "depth_by_level", b"depth_by_level", "estimate_errors", b"estimate_errors", "leader_epoch", b"leader_epoch", "listed", b"listed", "policy", b"policy", "pool", b"pool", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "shard", b"shard", "software_version", b"software_version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetShardResponse: _TypeAlias = GetShardResponse  # noqa: Y015
+
+@_typing.final
+class EstimateError(_message.Message):
+    """Estimates of the remaining machine time of requests that ended by themselves, made at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOMENT_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MEDIAN_RATIO_FIELD_NUMBER: _builtins.int
+    P90_RATIO_FIELD_NUMBER: _builtins.int
+    COVERAGE_FIELD_NUMBER: _builtins.int
+    moment: _builtins.str
+    """arrival, first_round, perceptible or round_32."""
+    count: _builtins.int
+    """Number of estimates."""
+    median_ratio: _builtins.float
+    """Actual over estimated machine time: 1 is exact, 2 is twice as long as estimated."""
+    p90_ratio: _builtins.float
+    coverage: _builtins.float
+    """Share of the estimates whose reported interval had the actual time, 0 to 1; 0.8 is as reported."""
+    def __init__(
+        self,
+        *,
+        moment: _builtins.str = ...,
+        count: _builtins.int = ...,
+        median_ratio: _builtins.float = ...,
+        p90_ratio: _builtins.float = ...,
+        coverage: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "coverage", b"coverage", "median_ratio", b"median_ratio", "moment", b"moment", "p90_ratio", b"p90_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EstimateError: _TypeAlias = EstimateError  # noqa: Y015
 
 @_typing.final
 class GetRecordRequest(_message.Message):

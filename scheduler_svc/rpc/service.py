@@ -395,6 +395,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
             policy=settings.policy,
             workers=len(loop.core.workers()),
             depth_by_level=loop.core.depth_by_level(),
+            found=loop.core.found_tokens,
+            errors=loop.core.estimate_errors,
         )
 
     async def GetRecord(self, request: admin_pb.GetRecordRequest, context: Any) -> admin_pb.GetRecordResponse:

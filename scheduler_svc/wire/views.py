@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import laps_sd
 from laps_sd.service import ends
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.commands import StoryLine
+from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
+from scheduler_svc.core.state.found_tokens import FoundTokens
 from scheduler_svc.core.views import Explanation, QueueEntry, RequestState, Totals, WorkerView
 from scheduler_svc.store.records import StoredRequest
 
@@ -138,6 +141,8 @@ def shard_status(
     policy: str,
     workers: int,
     depth_by_level: Sequence[int],
+    found: FoundTokens,
+    errors: EstimateErrors,
 ) -> admin_pb.GetShardResponse:
     """Return the state of the shard."""
     return admin_pb.GetShardResponse(
@@ -151,7 +156,25 @@ def shard_status(
         workers=workers,
         software_version=laps_sd.__version__,
         depth_by_level=depth_by_level,
+        preemptions=totals.preemptions,
+        prompt_tokens=found.all_prompt,
+        cached_prompt_tokens=found.all_found,
+        estimate_errors=list(_estimate_errors(errors)),
     )
+
+
+def _estimate_errors(errors: EstimateErrors) -> Iterator[admin_pb.EstimateError]:
+    """Yield the errors of the moments at which estimates were made that are judged by now."""
+    for moment in Moment:
+        summary = errors.of(moment)
+        if summary.count:
+            yield admin_pb.EstimateError(
+                moment=moment.value,
+                count=summary.count,
+                median_ratio=math.exp(summary.quantile(0.5)),
+                p90_ratio=math.exp(summary.quantile(0.9)),
+                coverage=summary.coverage,
+            )
 
 
 def record_outage(fault: str, error: str, lasts_s: float) -> admin_pb.RecordOutage:

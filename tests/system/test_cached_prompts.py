@@ -68,6 +68,9 @@ def test_what_was_found_is_counted(stack: LocalStack) -> None:
 
     wait_until(lambda: found() > 0, description="tokens that were expected are counted")
     assert scrape(stack, "scheduler").value("laps_sd_scheduler_block_index_bytes") > 0
+    with grpc.insecure_channel(stack.scheduler_address) as channel:
+        shard = admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest(), timeout=10)
+    assert 0 < shard.cached_prompt_tokens < shard.prompt_tokens
 
 
 def test_a_killed_worker_has_nothing_any_more(stack: LocalStack, client: Client) -> None:

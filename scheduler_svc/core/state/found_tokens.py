@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class FoundTokens:
-    """Sums since the last `take`, in prompt tokens."""
+    """Sums since the last `take`, and since the beginning, in prompt tokens."""
 
     expected: int = 0
     """Found, and believed to be there."""
@@ -17,6 +17,9 @@ class FoundTokens:
     """Believed to be there, and not found: the wrong beliefs."""
     computed: int = 0
     """Neither."""
+    all_found: int = 0
+    all_prompt: int = 0
+    """Found, and all, since the beginning."""
 
     def count(self, prompt_tokens: int, believed: int, found: int) -> None:
         """Count a request that a worker took up."""
@@ -25,6 +28,8 @@ class FoundTokens:
         self.unexpected += max(0, found - believed)
         self.missing += max(0, believed - found)
         self.computed += prompt_tokens - max(believed, found)
+        self.all_found += found
+        self.all_prompt += prompt_tokens
 
     def take(self) -> dict[str, int]:
         """Return the sums by name, and begin again."""

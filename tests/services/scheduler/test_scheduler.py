@@ -881,6 +881,7 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
             said = await admin_pb2_grpc.AdminStub(channel).ExplainRequest(asked)
             await gpu.run_round("r1", epoch, 0, [10, 11])
             await gpu.run_round("r1", epoch, 2, [12], end=STOP)
+            shard = await admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb.GetShardRequest())
         after, total_after, covered_after = told()
     finally:
         endpoint.close()
@@ -889,6 +890,12 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
     explanation = said.explanation
     is_covered = explanation.remaining_low_s <= 0.022 <= explanation.remaining_high_s
     assert covered_after - covered == is_covered
+    errors = {each.moment: each for each in shard.estimate_errors}
+    assert (errors["arrival"].count, errors["arrival"].coverage) == (1, is_covered)
+    # To the middle of one of 8 bins an octave.
+    assert errors["arrival"].median_ratio == pytest.approx(0.022 / explanation.remaining_s, rel=0.05)
+    assert errors["arrival"].p90_ratio == errors["arrival"].median_ratio
+    assert "round_32" not in errors
 
 
 @pytest.mark.parametrize("limits", [{"max_requests": 2}, {"max_queued_tokens": 22}])
