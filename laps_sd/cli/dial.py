@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -115,6 +116,18 @@ def gateway(given: str | None) -> str:
     return GATEWAY if one is None else one.gateway
 
 
+def shards(given: Sequence[str]) -> list[str]:
+    """Return the schedulers of each shard to call: the given ones, those of all shards of the running `laps-sd up`,
+    or the default.
+    """
+    if given:
+        return list(given)
+    one = _only_running("--scheduler", lambda one: ",".join(_first_shard(one)))
+    return (
+        [SCHEDULER] if one is None else [",".join(seeds) for seeds in one.schedulers.values()] or [SCHEDULER]
+    )
+
+
 def schedulers(given: str | None) -> str:
     """Return the schedulers of the shard to call: the given ones, those of the running `laps-sd up`, or the
     default.
@@ -182,21 +195,91 @@ def channel(
     url: str, ca: Path | None = None, tls: Tls | None = None, name: str = ""
 ) -> Iterator[grpc.Channel]:
     """Open a channel; the arguments are those of `endpoint`."""
-    address, secure = endpoint(url, tls or Tls(ca=ca), name)
+    with _channel(url, tls or Tls(ca=ca), name) as made:
+        yield made
+
+
+def _channel(url: str, tls: Tls, name: str = "") -> grpc.Channel:
+    address, secure = endpoint(url, tls, name)
     options = channel_options()
     if secure is None:
-        made = grpc.insecure_channel(address, options=options)
-    else:
-        made = grpc.secure_channel(
-            address, secure.channel_credentials(), options=[*options, *secure.channel_options()]
-        )
-    with made:
-        yield made
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(
+        address, secure.channel_credentials(), options=[*options, *secure.channel_options()]
+    )
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     """Return the metadata that authenticates a call."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def link_tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
+    """Return how to dial a scheduler. Any file means TLS."""
+    if (cert is None) != (key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key come together")
+    return Tls(ca=ca, cert=cert, key=key)
+
+
+class Leader:
+    """The leader of one shard. Its channel is kept from call to call; calls are made one at a time.
+
+    Methods may be called from any thread.
+    """
+
+    def __init__(self, seeds: str, tls: Tls) -> None:
+        """Take addresses of schedulers, host:port[,host:port ...]. Raises typer.BadParameter."""
+        self._seeds = [address.strip() for address in seeds.split(",") if address.strip()]
+        if not self._seeds:
+            raise typer.BadParameter("give at least one scheduler as host:port")
+        for address in self._seeds:
+            endpoint(address, tls)
+        self._tls = tls
+        self._calling = threading.Lock()
+        self._kept: tuple[str, grpc.Channel] | None = None
+        self.closed = False
+
+    @property
+    def seeds(self) -> str:
+        """Return the addresses to dial."""
+        return ",".join(self._seeds)
+
+    def call(self, call: Callable[[grpc.Channel], Reply]) -> Reply:
+        """Call the leader: the last one, then each address in turn, and those that standbys refer to.
+
+        Raises grpc.RpcError.
+        """
+        with self._calling:
+            candidates = Candidates([*([self._kept[0]] if self._kept else []), *self._seeds])
+            last: grpc.RpcError | None = None
+            while (address := candidates.next_address()) is not None:
+                try:
+                    return call(self._channel_to(address))
+                except grpc.RpcError as error:
+                    code = error.code() if isinstance(error, grpc.Call) else None
+                    if code not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
+                        raise
+                    last = error
+                    if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
+                        candidates.refer(named_leader(error.details() or ""))
+            assert last is not None, "there is at least one address"
+            raise last
+
+    def _channel_to(self, address: str) -> grpc.Channel:
+        if self._kept is None or self._kept[0] != address:
+            before, self._kept = self._kept, (address, _channel(address, self._tls))
+            if before is not None:
+                before[1].close()
+            if self.closed:
+                self._kept[1].close()
+        return self._kept[1]
+
+    def close(self) -> None:
+        """Close the channel. A call that is under way ends with CANCELLED, later ones with ValueError."""
+        self.closed = True
+        kept = self._kept
+        if kept is not None:
+            kept[1].close()
 
 
 def call_leader(
@@ -207,28 +290,9 @@ def call_leader(
     cert: Path | None = None,
     key: Path | None = None,
 ) -> Reply:
-    """Call the leader: try each address in turn, and the one that a standby refers to. Any file means TLS.
-
-    `seeds`: see `schedulers`.
-    """
-    if (cert is None) != (key is None):
-        raise typer.BadParameter("--tls-cert and --tls-key come together")
-    candidates = Candidates(address.strip() for address in schedulers(seeds).split(",") if address.strip())
-    last: grpc.RpcError | None = None
-    while (address := candidates.next_address()) is not None:
-        try:
-            with channel(address, tls=Tls(ca=ca, cert=cert, key=key)) as made:
-                return call(made)
-        except grpc.RpcError as error:
-            code = error.code() if isinstance(error, grpc.Call) else None
-            if code not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
-                raise
-            last = error
-            if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
-                candidates.refer(named_leader(error.details() or ""))
-    if last is None:
-        raise typer.BadParameter("give at least one scheduler as host:port")
-    raise last
+    """Call the leader once; see `schedulers`, `link_tls` and `Leader.call`."""
+    with closing(Leader(schedulers(seeds), link_tls(ca, cert, key))) as leader:
+        return leader.call(call)
 
 
 def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
