@@ -15,6 +15,7 @@ import typer
 
 from laps_sd import __version__
 from laps_sd.cli import chat, config, dial, generate, key, operate, up
+from laps_sd.cli.top.command import top
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import ConfigError
 from laps_sd.service.flags import VersionOption, print_version, with_version
@@ -40,6 +41,7 @@ for _name, _command, _title in (
     ("queue", operate.queue, OPERATE),
     ("workers", operate.workers, OPERATE),
     ("drain", operate.drain, OPERATE),
+    ("top", top, OPERATE),
     ("key", key.key, OPERATE),
 ):
     app.command(_name, rich_help_panel=_title)(with_version(_command))

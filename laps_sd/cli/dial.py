@@ -255,6 +255,8 @@ class Leader:
             while (address := candidates.next_address()) is not None:
                 try:
                     return call(self._channel_to(address))
+                except typer.BadParameter:  # the seeds are addresses: a standby referred to something else
+                    continue
                 except grpc.RpcError as error:
                     code = error.code() if isinstance(error, grpc.Call) else None
                     if code not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):

@@ -29,7 +29,8 @@ from rich.console import Console
 from laps_sd.cli import dial, main
 from laps_sd.cli.operate import explanation_lines, queue_table, workers_table
 from laps_sd.errors import LapsSdError
-from laps_sd.v1 import admin_pb2
+from laps_sd.service.wire import Tls
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 from tests.certificates import certificate, write_certificates
 from tests.helpers import free_port, wait_until
@@ -169,12 +170,12 @@ def on_a_terminal(*arguments: str, **variables: str) -> Iterator[tuple[subproces
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
-    os.close(theirs)
     try:
         yield process, ours
     finally:
         process.kill()
         process.wait()
+        os.close(theirs)  # not before: what the process leaves behind can be looked at after its end
         os.close(ours)
 
 
@@ -376,6 +377,97 @@ def test_a_watched_command_on_a_terminal_leaves_it_as_it_was(fake_stack):
         assert process.wait(20) == 0
 
 
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
+@pytest.mark.parametrize("way", ["q", "Ctrl-C", "Ctrl-C after the connection was lost", "SIGTERM", "SIGINT"])
+def test_top_leaves_the_terminal_as_it_was(way, variables, make_stack):
+    stack = make_stack()
+    options = ("--scheduler", stack.scheduler_address)
+    with on_a_terminal("top", *options, TERM="xterm-256color", COLUMNS="80", LINES="24", **variables) as (
+        process,
+        terminal,
+    ):
+        before = termios.tcgetattr(terminal)
+        seen = read_until(terminal, "worker-0")
+        assert termios.tcgetattr(terminal) != before
+        match way:
+            case "SIGTERM":
+                process.terminate()
+            case "SIGINT":
+                process.send_signal(signal.SIGINT)
+            case "q":
+                os.write(terminal, b"q")
+            case "Ctrl-C":
+                os.write(terminal, b"\x03")
+            case _:
+                stack.kill("scheduler")
+                seen += read_until(terminal, "trying again")
+                os.write(terminal, b"\x03")
+        seen += read_until(terminal, "\x1b[?1049l")
+        assert process.wait(20) == 0
+        assert termios.tcgetattr(terminal) == before
+    colours = {code for codes in re.findall(r"\x1b\[([0-9;]*)m", seen) for code in codes.split(";")}
+    if variables:
+        assert colours <= {"0", "1", "4", "7", "39", "49"}, (
+            "bold, underlined, reversed, and the default colours"
+        )
+    else:
+        assert "32" in colours
+
+
+class Standby(admin_pb2_grpc.AdminServicer):
+    """A scheduler that refers to a leader."""
+
+    leader = ""
+
+    def GetShard(self, request: Any, context: Any) -> Any:
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"the leader is {self.leader}")
+
+
+@pytest.fixture
+def standby() -> Iterator[tuple[Standby, str]]:
+    server, servicer = grpc.server(ThreadPoolExecutor(1)), Standby()
+    admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_a_leader_that_was_found_is_called_first_and_its_channel_kept(fake_stack, standby):
+    servicer, address = standby
+    servicer.leader = fake_stack.scheduler_address
+    used = []
+
+    def call(channel: grpc.Channel) -> str:
+        used.append(channel)
+        return admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest(), timeout=10).shard
+
+    with contextlib.closing(dial.Leader(address, Tls())) as leader:
+        assert [leader.call(call) for _ in range(3)] == ["s0"] * 3
+
+    assert len(used) == 4
+    assert len(set(used)) == 2
+
+
+def test_a_standby_that_refers_to_no_address_is_quoted(standby):
+    servicer, address = standby
+    servicer.leader = "127.0.0.1:99999"
+
+    with (
+        contextlib.closing(dial.Leader(address, Tls())) as leader,
+        pytest.raises(grpc.RpcError, match=r"the leader is 127\.0\.0\.1:99999"),
+    ):
+        leader.call(lambda channel: admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest()))
+
+
+def test_top_without_its_package_names_the_command_that_installs_it():
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        done = laps_sd("top")
+
+    assert done.returncode == 1
+    assert done.stderr == "laps-sd: `laps-sd top` needs the package textual: pip install 'laps-sd[top]'\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -394,6 +486,7 @@ def test_a_watched_command_on_a_terminal_leaves_it_as_it_was(fake_stack):
         (("generate", "Once", "--url", "localhost"), "got 'localhost'"),
         (("generate", "Once", "--url", "ftp://127.0.0.1:50051"), "or grpcs://host:port for TLS"),
         (("queue", "--scheduler", "here,there"), "got 'here'"),
+        (("top", "--scheduler", "127.0.0.1:1"), "`laps-sd top` needs a terminal"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_a_non_zero_exit(arguments, sentence):
@@ -600,6 +693,7 @@ COMMANDS = (
     "queue",
     "workers",
     "drain",
+    "top",
     "key",
     "config",
     "version",

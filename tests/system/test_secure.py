@@ -16,6 +16,8 @@ import grpc
 import pytest
 import redis
 
+from laps_sd.cli import dial
+from laps_sd.cli.top.source import Source
 from laps_sd.keda import externalscaler_pb2, externalscaler_pb2_grpc
 from laps_sd.service.serving import main
 from laps_sd.service.wire import Tls
@@ -262,6 +264,17 @@ def test_an_operator_with_a_certificate_sees_the_worker(
     )
 
     assert "worker-0" in shown.stdout, shown.stderr
+
+
+def test_the_operators_terminal_reads_and_cancels_with_a_certificate(
+    secure_stack: LocalStack, certificates: dict[str, Tls]
+) -> None:
+    with contextlib.closing(
+        Source(dial.Leader(secure_stack.scheduler_address, certificates["operator"]), limit=10)
+    ) as source:
+        assert [worker.worker_name for worker in source.read().workers.workers] == ["worker-0"]
+        with pytest.raises(grpc.RpcError, match="no request s0"):
+            source.cancel("s0.none")
 
 
 def test_nothing_secret_is_logged(secure_stack: LocalStack, tls: Tls) -> None:

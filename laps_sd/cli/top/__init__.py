@@ -1,0 +1,1 @@
+"""`laps-sd top`: one or several shards in the terminal, live."""
