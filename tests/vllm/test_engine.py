@@ -536,6 +536,46 @@ def test_with_its_own_sampler_greedy_text_is_the_same(make: Make, expected: Text
     assert all(len(report.logprobs) == len(report.tokens) for report in reports)
 
 
+def restricted(whole: Texts) -> list[Specification]:
+    """Return greedy requests whose restrictions change their texts `whole`, two of each kind."""
+    made = []
+    for at, one in enumerate(mixed(12, kinds=(Sampling(),))):
+        text = whole[one.request_id]
+        changes: dict[str, Any] = [
+            {"stop_token_ids": (text[5], text[9])},
+            {"stop_token_ids": (text[3], text[9]), "sampling": Sampling(min_tokens=20)},
+            {"sampling": Sampling(bad_words_ids=((text[4],), (text[8],)))},
+            {"sampling": Sampling(bad_words_ids=(tuple(text[4:6]), tuple(text[8:11])))},
+            {"sampling": Sampling(allowed_token_ids=tuple(range(3, 400, 2)))},
+            {"ignore_eos": False, "sampling": Sampling(min_tokens=40)},
+        ][at % 6]
+        made.append(replace(one, **changes))
+    return made
+
+
+def test_with_its_own_sampler_restrictions_hold(make: Make) -> None:
+    """At each draft token, and after committed ones where it can count these."""
+    whole, *_ = finish_all(make(slots=12), mixed(12, kinds=(Sampling(),)))
+    specs = restricted(whole)
+    expected, ends, _ = finish_all(make(slots=12), specs)
+    texts, last, reports = finish_all(make(slots=12, chooser=Chooser.VLLM), specs)
+
+    assert sum(texts[name] != whole[name] for name in texts) > 8
+    assert sum(report.accepted for report in reports) > 10
+    assert texts == expected
+    assert {name: report.finish for name, report in last.items()} == {
+        name: report.finish for name, report in ends.items()
+    }
+    later = [
+        replace(one, committed_ids=tuple(expected[one.request_id][:7]))
+        for one in specs
+        if len(expected[one.request_id]) > 8 and all(len(word) == 1 for word in one.sampling.bad_words_ids)
+    ]
+    assert len(later) > 5
+    again, *_ = finish_all(make(slots=12, chooser=Chooser.VLLM), later)
+    assert again == {one.request_id: expected[one.request_id] for one in later}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -544,6 +584,10 @@ def test_with_its_own_sampler_greedy_text_is_the_same(make: Make, expected: Text
         (
             {"sampling": Sampling(presence_penalty=1.0), "committed_ids": (5,)},
             "sampling.presence_penalty and sampling.frequency_penalty cannot continue",
+        ),
+        (
+            {"sampling": Sampling(bad_words_ids=((5, 6),)), "committed_ids": (5,)},
+            "sampling.bad_words_ids of several tokens cannot continue",
         ),
     ],
 )

@@ -44,3 +44,10 @@ def test_committed_tokens_are_output_to_the_runner(budget: int) -> None:
 
     assert texts == expected(specs)
     assert all(report.finish is not None for report in last.values())
+
+
+@pytest.mark.parametrize("words", [((5,),) * 129, ((5,) * 16,) * 65], ids=["words", "tokens"])
+def test_more_bad_words_than_the_runner_takes_are_refused(words: tuple[tuple[int, ...], ...]) -> None:
+    (one,) = mixed(1)
+    with pytest.raises(ValueError, match="bad_words_ids must be at most 128 lists of 1024 token ids"):
+        second_runner_engine().add(replace(one, sampling=replace(one.sampling, bad_words_ids=words)))
