@@ -192,7 +192,10 @@ func TestCalls(t *testing.T) {
 		defer cancel()
 		err := found.all(client.Stream(limited, prompt("A long story", 2000)), false)
 		equal(t, status.Code(err), codes.DeadlineExceeded)
-		equal(t, state(t, client, found.id).State, pb.Explanation_STATE_ENDED)
+		// On a busy machine the deadline may pass before the request is accepted.
+		if found.id != "" {
+			equal(t, state(t, client, found.id).State, pb.Explanation_STATE_ENDED)
+		}
 	})
 	t.Run("tokens and back, and the models", func(t *testing.T) {
 		ids, err := client.Tokenize(ctx, &pb.TokenizeRequest{Prompt: &pb.TokenizeRequest_Text{Text: "Once upon a time"}})

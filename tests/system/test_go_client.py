@@ -116,4 +116,6 @@ def test_the_example_prints_a_stream(gopath: Path, fake_stack: LocalStack) -> No
     arguments = ("-gateways", fake_stack.gateway_address, "-max-tokens", "12", "Once upon a time")
     printed = run(program, *arguments, cwd=gopath)
 
-    assert re.search(r"\S+\n-- LENGTH, 12 tokens, \d+ of \d+ draft tokens accepted\n$", printed), printed
+    assert re.search(r"(?s).\n-- (LENGTH|STOP), \d+ tokens, \d+ of \d+ draft tokens accepted\n$", printed), (
+        printed
+    )

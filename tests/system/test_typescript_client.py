@@ -90,7 +90,9 @@ def test_the_example_prints_a_stream(fake_stack: LocalStack) -> None:
         "dist/examples/stream.js", fake_stack.gateway_address, "Once upon a time", "--max-tokens", "12"
     )
 
-    assert re.search(r"\S+\n-- LENGTH, 12 tokens, \d+ of \d+ draft tokens accepted\n$", printed), printed
+    assert re.search(r"(?s).\n-- (LENGTH|STOP), \d+ tokens, \d+ of \d+ draft tokens accepted\n$", printed), (
+        printed
+    )
 
 
 def test_the_blocks_of_its_page_run(fake_stack: LocalStack, tmp_path: Path) -> None:
