@@ -266,13 +266,15 @@ def test_no_command_needs_an_address_on_the_machine_of_one_system(tmp_path: Path
 
 
 def test_warnings_of_the_children_are_on_the_terminal(up: Up) -> None:
-    before = len(up.said("worker-0  warning:"))
+    before, ready = len(up.said("worker-0  warning:")), len(up.said("scheduler-0 is ready again"))
     up.kill("scheduler-0")
 
     wait_until(
         lambda: len(up.said("worker-0  warning:")) > before, description="the worker's warning is shown"
     )
-    wait_until(lambda: up.said("scheduler-0 is ready again"), description="it is back")
+    wait_until(lambda: len(up.said("scheduler-0 is ready again")) > ready, description="it is back")
+    with Client(up.grpc("gateway-0"), retry_s=20) as client:
+        client.generate("Once", seed=1, max_tokens=2)  # it leads
 
 
 @contextlib.contextmanager
