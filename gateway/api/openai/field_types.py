@@ -108,7 +108,10 @@ def _list_of_stops(value: object) -> object:
 
 def _json_text(value: object) -> object:
     """Return a schema as text. The order of its properties is the order of output."""
-    return json.dumps(value) if isinstance(value, dict) else value
+    try:
+        return json.dumps(value) if isinstance(value, dict) else value
+    except RecursionError:
+        raise refused("must not nest this deeply") from None
 
 
 def _none_if_false(value: object) -> object:

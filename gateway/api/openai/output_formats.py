@@ -43,7 +43,12 @@ def _given(body: Body) -> Iterator[tuple[str, OutputFormat]]:
     if wanted is not None and wanted.type != "text":
         if wanted.type == "json_schema":
             # The order of properties is the order of output. `strict` is not needed: it always holds here.
-            text = json.dumps(wanted.json_schema.schema_)
+            try:
+                text = json.dumps(wanted.json_schema.schema_)
+            except RecursionError:
+                raise InvalidArgument(
+                    "response_format.json_schema.schema", "must not nest this deeply"
+                ) from None
             yield "response_format.json_schema", OutputFormat(json_schema=text)
         else:
             yield "response_format", OutputFormat(json_object=True)

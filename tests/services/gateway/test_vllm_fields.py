@@ -9,8 +9,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.api.openai.request import read_chat
 from gateway.model.continued import cut_after
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import TokenLogprobs
 from tests.services.gateway.conftest import StartGateway
@@ -225,3 +227,22 @@ async def test_unknown_fields_are_ignored_with_one_line_where_a_setting_allows_i
     assert capsys.readouterr().out.count("unknown field ignored") == 1
     status, _, answer = await served.post("/v1/completions", TEXT | {"suffix": "x"})
     assert (status, answer["error"]["param"]) == (400, "suffix")
+
+
+@pytest.mark.parametrize(
+    "field", ["guided_json", "structured_outputs.json", "response_format.json_schema.schema"]
+)
+def test_a_schema_that_nests_too_deeply_is_refused_by_its_field(field: str) -> None:
+    schema: dict[str, Any] = {}
+    inner = schema
+    for _ in range(5000):
+        inner["a"] = inner = {}
+    first, *others = field.split(".")
+    value: Any = schema
+    for name in reversed(others):
+        value = {name: value}
+    if first == "response_format":
+        value |= {"type": "json_schema"}
+        value["json_schema"]["name"] = "deep"
+    with pytest.raises(InvalidArgument, match=f"{field} must not nest this deeply"):
+        read_chat({"messages": [{"role": "user", "content": "x"}], first: value})
