@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-__all__ = ["decode", "decode_text", "is_few", "is_flat"]
+__all__ = ["decode", "decode_text", "encode", "is_few", "is_flat"]
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 """A string of JSON. An unterminated string matches too, so that it is scanned only once."""
@@ -27,16 +27,23 @@ def decode(raw: bytes | str) -> Any:
         raise ValueError("it nests too deeply") from None
 
 
+def encode(value: object, *, ascii_only: bool = True) -> str:
+    """Return a value as JSON. Raises ValueError with the reason: what could be decoded may nest too deeply for a
+    caller that is deeper in the stack."""
+    try:
+        return json.dumps(value, ensure_ascii=ascii_only)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+
+
 def decode_text(text: str) -> Any:
     """Return the value of JSON whose strings are valid Unicode. Raises ValueError with the reason."""
     value = decode(text)
     if "\\u" in text:
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            encode(value, ascii_only=False).encode()
         except UnicodeEncodeError:
             raise ValueError("it must be valid Unicode") from None
-        except RecursionError:
-            raise ValueError("it nests too deeply") from None
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -17,6 +16,7 @@ from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.unknown_fields import OnUnknown
+from gateway.model.bounded_json import encode
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["CountBody", "MessagesBody", "read_count", "read_messages"]
@@ -242,7 +242,7 @@ def _messages(read: CountBody) -> Iterator[Json]:
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock):
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                function = {"name": block.name, "arguments": _arguments(block)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif isinstance(block, ToolResultBlock):
                 result = _text(block.content or "")
@@ -254,6 +254,13 @@ def _messages(read: CountBody) -> Iterator[Json]:
             made["tool_calls"] = calls
         if texts or thoughts or calls:
             yield made
+
+
+def _arguments(block: ToolUseBlock) -> str:
+    try:
+        return encode(block.input, ascii_only=False)
+    except ValueError:
+        raise InvalidArgument("messages", "must not nest this deeply in the input of a call") from None
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from gateway.api.openai.limits import (
     UINT64,
 )
 from gateway.api.openai.values import kind_of, shown
+from gateway.model.bounded_json import encode
 
 __all__ = [
     "AtMost",
@@ -109,8 +109,8 @@ def _list_of_stops(value: object) -> object:
 def _json_text(value: object) -> object:
     """Return a schema as text. The order of its properties is the order of output."""
     try:
-        return json.dumps(value) if isinstance(value, dict) else value
-    except RecursionError:
+        return encode(value) if isinstance(value, dict) else value
+    except ValueError:
         raise refused("must not nest this deeply") from None
 
 

@@ -3,11 +3,11 @@ one message."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gateway.api.openai.models import Body
+from gateway.model.bounded_json import encode
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1.inference_pb2 import OutputFormat
 
@@ -44,8 +44,8 @@ def _given(body: Body) -> Iterator[tuple[str, OutputFormat]]:
         if wanted.type == "json_schema":
             # The order of properties is the order of output. `strict` is not needed: it always holds here.
             try:
-                text = json.dumps(wanted.json_schema.schema_)
-            except RecursionError:
+                text = encode(wanted.json_schema.schema_)
+            except ValueError:
                 raise InvalidArgument(
                     "response_format.json_schema.schema", "must not nest this deeply"
                 ) from None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from gateway.model.bounded_json import encode
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["check_text", "kind_of", "shown"]
@@ -29,8 +28,11 @@ def kind_of(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the beginning of a value as JSON."""
-    text = json.dumps(value)
+    """Return the beginning of a value as JSON; its type, if it nests too deeply."""
+    try:
+        text = encode(value)
+    except ValueError:
+        return kind_of(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "…"
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from gateway.api.anthropic.body import read_messages
 from gateway.api.http_requests import with_api_key
+from gateway.api.openai.unknown_fields import refuse
 from gateway.model.tokenizer import ModelFiles
+from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from tests.services.gateway.fake_scheduler import Kind
 from tests.services.gateway.test_http import Served
@@ -187,3 +190,14 @@ async def test_a_call_that_is_cut_off_is_text(served: Served) -> None:
     assert answer["stop_reason"] == "max_tokens"
     (block,) = answer["content"]
     assert block == {"type": "text", "text": CALL[:-12]}
+
+
+def test_a_call_whose_input_nests_too_deeply_is_refused() -> None:
+    value: dict[str, Any] = {}
+    inner = value
+    for _ in range(5000):
+        inner["a"] = inner = {}
+    call = {"type": "tool_use", "id": "call_1", "name": "look", "input": value}
+    body = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "assistant", "content": [call]}]}
+    with pytest.raises(InvalidArgument, match="messages must not nest this deeply"):
+        read_messages(body, refuse)
