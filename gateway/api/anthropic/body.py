@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
-from gateway.api.openai.field_errors import PARTS, TEXT, invalid_argument
-from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK
+from gateway.api.openai.field_errors import PARTS, TEXT, validated
+from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK, kind_of_content
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
@@ -74,14 +74,10 @@ class ToolUseBlock(Model):
     input: dict[str, Any]
 
 
-def _kind_of_content(value: object) -> str:
-    return PARTS if isinstance(value, list) else TEXT
-
-
 Texts = Annotated[
     Annotated[Text, Tag(TEXT)]
     | Annotated[list[TextBlock], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
-    Discriminator(_kind_of_content),
+    Discriminator(kind_of_content),
 ]
 
 
@@ -118,7 +114,7 @@ class MessageParam(Model):
     content: Annotated[
         Annotated[Text, Tag(TEXT)]
         | Annotated[list[Block], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
-        Discriminator(_kind_of_content),
+        Discriminator(kind_of_content),
     ]
 
 
@@ -177,10 +173,7 @@ class MessagesBody(CountBody):
 
 def read_messages(body: Json, on_unknown: OnUnknown) -> ParsedRequest:
     """Return the chat that a body describes. Raises InvalidArgument."""
-    try:
-        read = MessagesBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    read = validated(MessagesBody, body)
     _check_other_fields(body, MessagesBody, on_unknown)
     return _chat(
         read,
@@ -198,10 +191,7 @@ def read_messages(body: Json, on_unknown: OnUnknown) -> ParsedRequest:
 
 def read_count(body: Json, on_unknown: OnUnknown) -> ParsedRequest:
     """Return the chat whose prompt a body describes. Raises InvalidArgument."""
-    try:
-        read = CountBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    read = validated(CountBody, body)
     _check_other_fields(body, CountBody, on_unknown)
     return _chat(read, {})
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from gateway.api.openai.values import kind_of, shown
@@ -20,9 +20,11 @@ __all__ = [
     "SCHEMA",
     "SEVERAL",
     "TEXT",
-    "invalid_argument",
     "refused",
+    "validated",
 ]
+
+Read = TypeVar("Read", bound=BaseModel)
 
 TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA = "<text>", "<ids>", "<several>", "<parts>", "<format>", "<schema>"
 NAME, OBJECT = "<name>", "<object>"
@@ -64,8 +66,15 @@ def refused(problem: str, *, item: str = "") -> PydanticCustomError:
     return PydanticCustomError(REFUSED, "{problem}", {"problem": problem, "item": item})
 
 
-def invalid_argument(error: ValidationError) -> InvalidArgument:
-    """Return the first fault of a body."""
+def validated(model: type[Read], body: Mapping[str, Any]) -> Read:
+    """Return a body as its model. Raises InvalidArgument for its first fault."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise _invalid_argument(error) from None
+
+
+def _invalid_argument(error: ValidationError) -> InvalidArgument:
     fault = error.errors(include_url=False)[0]
     location, context = fault["loc"], fault.get("ctx", {})
     return InvalidArgument(

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from gateway.api.openai.field_errors import IDS, SEVERAL, TEXT, refused
+from gateway.api.openai.field_errors import IDS, PARTS, SEVERAL, TEXT, refused
 from gateway.api.openai.limits import (
     INT32,
     INT64_MIN,
@@ -50,6 +50,7 @@ __all__ = [
     "TopK",
     "UnixMs",
     "Unsupported",
+    "kind_of_content",
 ]
 
 
@@ -104,6 +105,11 @@ def _check_unicode(value: str) -> str:
 
 def _list_of_stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def kind_of_content(value: object) -> str:
+    """Return the alternative of a message's content: a text, or a list of parts."""
+    return PARTS if isinstance(value, list) else TEXT
 
 
 def _json_text(value: object) -> object:

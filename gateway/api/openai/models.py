@@ -31,6 +31,7 @@ from gateway.api.openai.field_types import (
     TopK,
     UnixMs,
     Unsupported,
+    kind_of_content,
 )
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.structured_outputs import Choices, StructuredOutputs
@@ -56,14 +57,10 @@ class TextPart(Model):
     text: Text
 
 
-def _kind_of_content(value: object) -> str:
-    return PARTS if isinstance(value, list) else TEXT
-
-
 Content = Annotated[
     Annotated[Text, Tag(TEXT)]
     | Annotated[list[TextPart], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
-    Discriminator(_kind_of_content),
+    Discriminator(kind_of_content),
 ]
 
 

@@ -15,10 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pydantic import ValidationError
-
 from gateway.api.openai.body import Json
-from gateway.api.openai.field_errors import invalid_argument
+from gateway.api.openai.field_errors import validated
 from gateway.api.openai.models import (
     SAMPLING_FIELDS,
     Body,
@@ -139,10 +137,7 @@ class ParsedRequest:
 
 def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     """Parse the body of a chat completion. Raises InvalidArgument."""
-    try:
-        chat = ChatBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    chat = validated(ChatBody, body)
     format_field, output_format = read_format(chat)
     request = _common(chat, output_format, body)
     if chat.logprobs:
@@ -161,10 +156,7 @@ def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
 def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     """Parse the body of a completion of text or token ids; each of several prompts becomes a request. Raises
     InvalidArgument."""
-    try:
-        completion = CompletionBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    completion = validated(CompletionBody, body)
     format_field, output_format = read_format(completion)
     request = _common(completion, output_format, body)
     if completion.logprobs is not None:

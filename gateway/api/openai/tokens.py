@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
-from gateway.api.openai.field_errors import invalid_argument
+from gateway.api.openai.field_errors import validated
 from gateway.api.openai.field_types import AtMost, ListedIds, Text
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.models import Message
@@ -47,10 +47,7 @@ class DetokenizeBody(Model):
 
 def read_tokenize(body: Json, on_unknown: OnUnknown) -> tuple[GenerateRequest, bool]:
     """Return the prompt as a request, and whether the answer has the tokens' texts. Raises InvalidArgument."""
-    try:
-        read = TokenizeBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    read = validated(TokenizeBody, body)
     if (read.prompt is None) == (read.messages is None):
         raise InvalidArgument("prompt", "must be given, or messages, and not both")
     _check_names(body, TokenizeBody, on_unknown)
@@ -65,10 +62,7 @@ def read_tokenize(body: Json, on_unknown: OnUnknown) -> tuple[GenerateRequest, b
 
 def read_detokenize(body: Json, on_unknown: OnUnknown) -> DetokenizeBody:
     """Return the body of `/detokenize`. Raises InvalidArgument."""
-    try:
-        read = DetokenizeBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    read = validated(DetokenizeBody, body)
     _check_names(body, DetokenizeBody, on_unknown)
     return read
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
-from gateway.api.openai.field_errors import PARTS, TEXT, invalid_argument
-from gateway.api.openai.field_types import AtMost, Count, Number, Positive, Text
+from gateway.api.openai.field_errors import PARTS, TEXT, validated
+from gateway.api.openai.field_types import AtMost, Count, Number, Positive, Text, kind_of_content
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
@@ -66,13 +66,9 @@ class Part(Model):
     text: Text
 
 
-def _kind_of_content(value: object) -> str:
-    return PARTS if isinstance(value, list) else TEXT
-
-
 Content = Annotated[
     Annotated[Text, Tag(TEXT)] | Annotated[list[Part], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
-    Discriminator(_kind_of_content),
+    Discriminator(kind_of_content),
 ]
 
 
@@ -122,7 +118,7 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[Text, Tag(TEXT)] | Annotated[list[Item], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],
-    Discriminator(_kind_of_content),
+    Discriminator(kind_of_content),
 ]
 
 
@@ -159,10 +155,7 @@ class ResponsesBody(Model):
 
 def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Json]:
     """Return the chat that a body describes, and the fields that the answer repeats. Raises InvalidArgument."""
-    try:
-        read = ResponsesBody.model_validate(body)
-    except ValidationError as error:
-        raise invalid_argument(error) from None
+    read = validated(ResponsesBody, body)
     _check_other_fields(body, read, on_unknown)
     chat: Json = {
         "model": read.model,
