@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from gateway.api.openai.answer import AnswerReader
 from gateway.api.openai.body import Json
 from gateway.api.openai.errors import error_json
+from gateway.api.openai.growing import GrowingReply
 from gateway.api.openai.reply import COMPACT
 from gateway.api.openai.request import ParsedRequest
-from gateway.calls.output import Piece
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import LapsSdError
@@ -18,8 +18,10 @@ from laps_sd.v1 import inference_pb2
 __all__ = ["ResponsesReply"]
 
 
-class ResponsesReply:
+class ResponsesReply(GrowingReply):
     """One response; see `StreamedReply`."""
+
+    TEXT, REASONING, CALL = "message", "reasoning", "function_call"
 
     def __init__(
         self,
@@ -33,14 +35,10 @@ class ResponsesReply:
         prompts: Sequence[Sequence[int]] = (),
     ) -> None:
         """`repeated`: fields of the body that the answer has too."""
-        self._answer = AnswerReader(parsed, accepted, model, states)
+        super().__init__(AnswerReader(parsed, accepted, model, states))
         self._created = created_unix_s
         self._repeated = repeated
-        self._output: list[Json] = []
-        self._open: Json | None = None
-        """The last item of the output while it grows."""
         self._number = 0
-        self.id = self._answer.id
 
     # ---- as StreamedReply
 
@@ -50,10 +48,6 @@ class ResponsesReply:
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
-
-    def events(self, choice: int, piece: Piece) -> bytes:
-        """Return the events of a piece, and add it. Raises the failure of a failed output."""
-        return b"".join(event for delta in self._answer.deltas(piece) for event in self._of_delta(delta))
 
     def closing(self) -> bytes:
         """Return the events of the end."""
@@ -66,53 +60,30 @@ class ResponsesReply:
         said = error_json(error)["error"]
         return self._event("error", code=said["code"], message=said["message"], param=said["param"])
 
-    def add(self, choice: int, piece: Piece) -> None:
-        """Add a piece. Raises the failure of a failed output."""
-        self._answer.deltas(piece)
-
-    def whole(self) -> Json:
-        """Return the response, which is over."""
-        for delta in self._answer.message():
-            self._take(self._of_delta(delta))
-        self._take(self._close())
-        return self._response(self._status())
-
-    def _take(self, events: Iterator[bytes]) -> None:
-        """Let the output grow without the events of it."""
-        for _ in events:
-            pass
-
     # ---- items
 
-    def _of_delta(self, delta: Json) -> Iterator[bytes]:
-        if text := delta.get("reasoning_content"):
-            yield from self._grow("reasoning", text)
-        if text := delta.get("content"):
-            yield from self._grow("message", text)
-        for call in delta.get("tool_calls", ()):
-            function = call["function"]
-            if "name" in function:
-                yield from self._close()
-                yield from self._begin(
-                    {
-                        "id": f"fc_{self.id}_{len(self._output)}",
-                        "type": "function_call",
-                        "call_id": call["id"],
-                        "name": function["name"],
-                        "arguments": "",
-                        "status": "in_progress",
-                    }
-                )
-            item = self._open
-            if item is not None and item["type"] == "function_call" and function["arguments"]:
-                item["arguments"] += function["arguments"]
-                yield self._item_event("response.function_call_arguments.delta", delta=function["arguments"])
+    def _begun(self, block: Json) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._blocks) - 1, item=block)
+
+    def _call(self, call_id: str, name: str) -> Json:
+        return {
+            "id": f"fc_{self.id}_{len(self._blocks)}",
+            "type": "function_call",
+            "call_id": call_id,
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+
+    def _add_arguments(self, text: str) -> bytes:
+        assert self._open is not None, "a call grows"
+        self._open["arguments"] += text
+        return self._item_event("response.function_call_arguments.delta", delta=text)
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
-        """Add text to a message or to reasoning."""
-        if self._open is None or self._open["type"] != kind:
+        if not self._grows(kind):
             yield from self._close()
-            item: Json = {"id": f"{'msg' if kind == 'message' else 'rs'}_{self.id}_{len(self._output)}"}
+            item: Json = {"id": f"{'msg' if kind == 'message' else 'rs'}_{self.id}_{len(self._blocks)}"}
             item |= {"type": kind, "status": "in_progress", "content": []}
             if kind == "message":
                 yield from self._begin(item | {"role": "assistant"})
@@ -126,13 +97,7 @@ class ResponsesReply:
         self._open["content"][0]["text"] += text
         yield self._text_event("delta", delta=text)
 
-    def _begin(self, item: Json) -> Iterator[bytes]:
-        self._output.append(item)
-        self._open = item
-        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=item.copy())
-
     def _close(self) -> Iterator[bytes]:
-        """End the item that grows."""
         item = self._open
         if item is None:
             return
@@ -145,7 +110,7 @@ class ResponsesReply:
             (part,) = item["content"]
             yield self._text_event("done", text=part["text"])
             yield self._item_event("response.content_part.done", content_index=0, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        yield self._event("response.output_item.done", output_index=len(self._blocks) - 1, item=item)
         self._open = None
 
     # ---- events
@@ -158,7 +123,7 @@ class ResponsesReply:
 
     def _item_event(self, kind: str, **fields: object) -> bytes:
         assert self._open is not None, "an item grows"
-        return self._event(kind, item_id=self._open["id"], output_index=len(self._output) - 1, **fields)
+        return self._event(kind, item_id=self._open["id"], output_index=len(self._blocks) - 1, **fields)
 
     def _event(self, kind: str, **fields: object) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **fields}
@@ -166,6 +131,9 @@ class ResponsesReply:
         return f"event: {kind}\ndata: {COMPACT.encode(event)}\n\n".encode()
 
     # ---- the response
+
+    def _whole(self) -> Json:
+        return self._response(self._status())
 
     def _status(self) -> str:
         return "incomplete" if self._answer.finish_reason == "length" else "completed"
@@ -181,7 +149,7 @@ class ResponsesReply:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self._answer.model,
-            "output": list(self._output),
+            "output": list(self._blocks),
             "previous_response_id": None,
             "store": False,
             "metadata": {},
