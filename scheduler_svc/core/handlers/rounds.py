@@ -63,14 +63,7 @@ class Rounds:
             self._who_ran(present, worker, ledger)
             worker.charge_reserve(report.rounds)
             for progress, request in present:
-                if request.residency is Residency.NONE:
-                    facts = request.facts
-                    self._shard.caches.found.count(
-                        facts.prompt_tokens, request.cached_tokens, progress.cached
-                    )
-                    worker.set_missing(request, request.context_tokens - progress.cached)
-                lacking = 0 if progress.tokens else max(0, request.missing_tokens - progress.prefilled)
-                worker.set_missing(request, lacking)
+                self._computed(progress, request, worker)
                 self._charge(progress, request, report, verified, prefilled)
                 self._progressed(progress, request, ledger)
         for change in report.residency:
@@ -124,6 +117,18 @@ class Rounds:
             return "its tenant is ahead of others that wait"
         theirs, its = self._policy.ordered_by(newcomer), self._policy.ordered_by(request)
         return f"outranked by a request with {theirs}; this one has {its}"
+
+    def _computed(self, progress: Progress, request: Request, worker: Worker) -> None:
+        """Count the context tokens that a worker found and computed for a request."""
+        missing = request.missing_tokens
+        if request.residency is Residency.NONE:
+            self._shard.caches.found.count(
+                request.facts.prompt_tokens, request.cached_tokens, progress.cached
+            )
+            missing = request.context_tokens - progress.cached
+        if missing:  # rarely: most rounds only verify
+            left = 0 if progress.tokens else max(0, missing - progress.prefilled)
+            worker.set_missing(request, left)
 
     def _charge(
         self, progress: Progress, request: Request, report: RoundReported, verified: int, prefilled: int

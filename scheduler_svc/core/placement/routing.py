@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from heapq import nlargest
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.native import mypyc_attr
@@ -20,6 +20,8 @@ from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
 PlacementName = Literal["soonest-done", "least-loaded"]
+PLACEMENTS: tuple[PlacementName, ...] = get_args(PlacementName)
+"""Names of the routers in the configuration."""
 MOST_COMPARED: Final = 16
 """Workers that are compared: this many of the least loaded ones, and this many of those that have most of the prompt. Our
 choice; it bounds the cost of a placement, and the others are rarely better."""

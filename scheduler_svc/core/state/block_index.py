@@ -136,7 +136,7 @@ class BlockIndex:
     def _search(
         self, blocks: Sequence[int], low: int, at_low: int, high: int, at_high: int, found: dict[str, int]
     ) -> None:
-        """Find the workers that have block `low` and lack block `high`; those are the sets of workers that have them."""
+        """Find where those workers end that have block `low` (`at_low`) and lack block `high`, which `at_high` have."""
         if high - low > 1:
             middle = (low + high) // 2
             at_middle = at_low & self._workers_with(blocks[middle])

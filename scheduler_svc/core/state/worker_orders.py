@@ -13,8 +13,8 @@ from scheduler_svc.core.state.sorted_keys import Ranked
 from scheduler_svc.core.state.worker import Worker
 
 _Load = tuple[int, float, float, str]
-"""The order of workers: the stage; then the seconds until each request, a further one included, has had a round; then the requests per slot, and
-the worker. The requests per slot decide if a round costs the same with any number."""
+"""The order of workers: the stage; then the seconds until each request, a further one included, has had a round;
+then the requests per slot, and the worker. The requests per slot decide if a round costs the same with any number."""
 _Cut = tuple[int, float, str, str]
 """The order key of the last member inside a full list, and the worker."""
 
@@ -55,7 +55,7 @@ class WorkerOrders:
         count, slots = len(worker.members), worker.slots
         if count < slots:
             return Stage.FREE
-        if count >= self._list_factor * slots:
+        if count >= self.list_length(worker):
             return Stage.FULL
         return Stage.TAKEN if count == slots else Stage.WAITS
 
