@@ -73,12 +73,9 @@ def traced_requests(path: Path, seed: int, count: int) -> tuple[list[pb.Generate
     rows = rows[first : first + count]
     requests = []
     for row in rows:
-        ids = itertools.chain.from_iterable(
-            _token_ids(rng.choice(KINDS), rng.randrange(64)) for _ in itertools.count()
-        )
         request = pb.GenerateRequest(workload_class="trace")
         length = min(MAX_TRACED_TOKENS, max(1, row.input_tokens))
-        request.token_ids.ids.extend(itertools.islice(ids, length))
+        request.token_ids.ids.extend(draw_ids(rng, length))
         request.sampling.max_tokens = min(MAX_TRACED_TOKENS, row.output_tokens)
         request.sampling.ignore_eos = True
         request.sampling.temperature = TEMPERATURE
@@ -106,6 +103,14 @@ def ended_by_itself(request: pb.GenerateRequest, text: str) -> pb.GenerateReques
 
 
 _trace = cache(read_trace)
+
+
+def draw_ids(rng: random.Random, length: int) -> list[int]:
+    """Return token ids of this number: prompts of the demo pair's kinds, joined."""
+    ids = itertools.chain.from_iterable(
+        _token_ids(rng.choice(KINDS), rng.randrange(64)) for _ in itertools.count()
+    )
+    return list(itertools.islice(ids, length))
 
 
 @cache
@@ -162,6 +167,7 @@ class Reply:
     deltas: list[int] = field(default_factory=list)
     """Tokens of each message that brought some: those of a round, unless messages were joined."""
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     ended: pb.Ended = field(default_factory=pb.Ended)
     error: str = ""
     """Reason why it counts as failed; empty otherwise."""
@@ -184,11 +190,14 @@ async def replay(
     for request, at_s in zip(requests, due_s, strict=True):
         while (wait_s := start_s + at_s - now()) > 0:
             await sleep(wait_s)
-        running.append(asyncio.create_task(_one(request, start_s + at_s, send, now)))
+        running.append(asyncio.create_task(send_one(request, start_s + at_s, send, now)))
     return list(await asyncio.gather(*running))
 
 
-async def _one(request: pb.GenerateRequest, due_s: float, send: Send, now: Callable[[], float]) -> Reply:
+async def send_one(
+    request: pb.GenerateRequest, due_s: float, send: Send, now: Callable[[], float] = time.monotonic
+) -> Reply:
+    """Send a request that was to be sent at `due_s`, by `now`, and return when it has ended."""
     reply = Reply(late_s=now() - due_s, error="its stream ended without an end")
     try:
         async for event in send(request):
@@ -201,6 +210,7 @@ async def _one(request: pb.GenerateRequest, due_s: float, send: Send, now: Calla
                     if not reply.deltas:
                         reply.first_token_s = at_s
                     reply.deltas.append(len(event.delta.token_ids))
+                    reply.token_ids += event.delta.token_ids
                 case "end":
                     reply.latency_s = at_s
                     reply.ended = event.end

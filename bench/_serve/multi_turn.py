@@ -23,11 +23,10 @@ from typing import Any
 
 import grpc.aio
 
-from bench._replay import _token_ids
+from bench._replay import TEMPERATURE, draw_ids, send_one
 from bench._serve.workloads import in_turn
 from bench._serve_stack import DRAFT_LEN, spread
 from bench.report import Interval, progress, ratio_interval, table
-from demo.prompts import KINDS
 from laps_sd.contract.prompt_blocks import name_blocks
 from laps_sd.service.wire import channel_options
 from laps_sd.stack.local import LocalStack
@@ -96,13 +95,7 @@ def conversations(seed: int) -> list[Conversation]:
     """Return the conversations of a seed."""
     rng = random.Random(f"serve/multi-turn/{seed}")
 
-    def words(count: int) -> list[int]:
-        found: list[int] = []
-        while len(found) < count:
-            found += _token_ids(rng.choice(KINDS), rng.randrange(64))
-        return found[:count]
-
-    shared = [words(INSTRUCTION_TOKENS) for _ in range(INSTRUCTIONS)]
+    shared = [draw_ids(rng, INSTRUCTION_TOKENS) for _ in range(INSTRUCTIONS)]
     found, at_s, number = [], 0.0, 0
     for _ in range(CONVERSATIONS):
         turns = []
@@ -110,7 +103,7 @@ def conversations(seed: int) -> list[Conversation]:
             turns.append(
                 Turn(
                     number,
-                    words(rng.randint(*MESSAGE_TOKENS)),
+                    draw_ids(rng, rng.randint(*MESSAGE_TOKENS)),
                     rng.randint(*OUTPUT_TOKENS),
                     rng.expovariate(1 / THINK_S),
                     rng.getrandbits(31),
@@ -135,27 +128,31 @@ async def serve(address: str, wanted: Sequence[Conversation], salt: str) -> list
             for turn in conversation.turns:
                 context += turn.message
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                one = results[turn.number]
-                one.prompt_tokens = len(context)
                 request = pb.GenerateRequest(
                     token_ids=pb.TokenIds(ids=context),
                     cache_salt=salt,
                     sampling=pb.SamplingParams(
-                        max_tokens=turn.output_tokens, seed=turn.seed, ignore_eos=True, temperature=0.8
+                        max_tokens=turn.output_tokens,
+                        seed=turn.seed,
+                        ignore_eos=True,
+                        temperature=TEMPERATURE,
                     ),
                 )
-                async for event in stub.GenerateStream(request):
-                    if event.delta.token_ids:
-                        one.first_token_s = one.first_token_s or time.monotonic() - due_s
-                        context += event.delta.token_ids
-                    if event.HasField("end"):
-                        one.latency_s = time.monotonic() - due_s
-                        one.cached_tokens = event.end.usage.cached_prompt_tokens
-                        one.rounds = event.end.speculation.rounds
-                        one.drafted = event.end.speculation.drafted
-                one.context = list(context)
-                if len(context) != one.prompt_tokens + turn.output_tokens:
-                    raise RuntimeError(f"turn {turn.number} has {len(context) - one.prompt_tokens} tokens")
+                reply = await send_one(request, due_s, stub.GenerateStream)
+                if reply.error or len(reply.token_ids) != turn.output_tokens:
+                    tokens = f"{len(reply.token_ids)} of {turn.output_tokens} tokens"
+                    raise RuntimeError(f"turn {turn.number}: {reply.error or tokens}")
+                prompt_tokens, ended = len(context), reply.ended
+                context += reply.token_ids
+                results[turn.number] = Served(
+                    reply.latency_s,
+                    reply.first_token_s,
+                    prompt_tokens,
+                    ended.usage.cached_prompt_tokens,
+                    list(context),
+                    ended.speculation.rounds,
+                    ended.speculation.drafted,
+                )
                 due_s = time.monotonic() + turn.think_s
 
         await asyncio.gather(*(hold(conversation) for conversation in wanted))
