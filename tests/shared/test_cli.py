@@ -382,11 +382,14 @@ def test_a_watched_command_on_a_terminal_leaves_it_as_it_was(fake_stack):
 def test_top_leaves_the_terminal_as_it_was(way, variables, make_stack):
     stack = make_stack()
     options = ("--scheduler", stack.scheduler_address)
+    fresh = os.openpty()
+    before = termios.tcgetattr(fresh[0])
+    for end in fresh:
+        os.close(end)
     with on_a_terminal("top", *options, TERM="xterm-256color", COLUMNS="80", LINES="24", **variables) as (
         process,
         terminal,
     ):
-        before = termios.tcgetattr(terminal)
         seen = read_until(terminal, "worker-0")
         assert termios.tcgetattr(terminal) != before
         match way:
