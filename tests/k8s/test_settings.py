@@ -89,6 +89,7 @@ def test_every_setting_arrives_under_its_name(generate: Any, helm: Any, service:
     # What no single field can check, and Helm refuses with a sentence (see cases.yaml).
     given.pop("device", None)
     for name, value in {
+        "cors_origins": ["https://a.example", "https://b.example"],
         "heartbeat_s": 0.5,
         "silence_s": 7.0,
         "backoff_max_s": 3.0,
