@@ -133,8 +133,9 @@ for name in {packages}:
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                # The engine over vLLM is for an environment that has vLLM.
-                if error.name != "vllm" or not module.name.startswith("worker_svc.engine.vllm."):
+                # The engine over vLLM is for an environment that has vLLM, `laps-sd top` for one with the extra `top`.
+                lacks = {{"vllm": "worker_svc.engine.vllm.", "textual": "laps_sd.cli.top."}}
+                if error.name not in lacks or not module.name.startswith(lacks[error.name]):
                     raise
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
