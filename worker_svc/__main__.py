@@ -10,6 +10,7 @@ from laps_sd.service.log import get_logger
 from laps_sd.service.serving import ServiceApp, main
 from worker_svc import metrics
 from worker_svc.link.link import SchedulerLink
+from worker_svc.link.seeds import SchedulerSeeds
 from worker_svc.loading import load
 from worker_svc.runner.messages import RunnerHandle
 from worker_svc.runner.process import EngineLaunch
@@ -36,11 +37,13 @@ async def serve(settings: WorkerSettings) -> None:
     async def work() -> None:
         nonlocal link, failure
         try:
+            seeds = SchedulerSeeds(settings)  # before the load, which may take minutes
             runner = await _load(settings)
             await app.set_health(ENGINE)
             link = SchedulerLink(
                 settings,
                 runner,
+                seeds=seeds,
                 on_greeted=lambda: app.set_ready(True),
                 on_drain_ordered=app.stop_soon,
                 tracing=app.tracing,

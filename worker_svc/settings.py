@@ -25,7 +25,7 @@ class WorkerSettings(ServingSettings, LinkSettings):
         "engine": "Models",
         "vllm_args": "Engine vllm",
         "slots": "Size",
-        "max_unacknowledged_tokens": "Link to the scheduler",
+        "scheduler_seeds_file": "Link to the scheduler",
         "fake_time_scale": "Engine fake",
     }
 
@@ -182,6 +182,11 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
 
     # -- the link
+    scheduler_seeds_file: Path | None = field(
+        None,
+        help="File with the schedulers of the shard, host:port separated by commas or lines, in place of "
+        "LAPS_SD_SCHEDULER_SEEDS; read before each attempt to find the leader, so it may change while the worker runs",
+    )
     max_unacknowledged_tokens: int = field(
         256,
         help="Largest number of tokens of one request that no leader has acknowledged; at the limit the "

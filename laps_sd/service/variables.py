@@ -99,6 +99,7 @@ KNOWN = frozenset(
         "LAPS_SD_RESTORE_S",
         "LAPS_SD_ROUND_FLOOR_S",
         "LAPS_SD_SCHEDULER_SEEDS",
+        "LAPS_SD_SCHEDULER_SEEDS_FILE",
         "LAPS_SD_SCHEDULER_WAIT_S",
         "LAPS_SD_SHARD",
         "LAPS_SD_SHARDS_FILE",

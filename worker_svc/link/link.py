@@ -47,6 +47,7 @@ from worker_svc.link.lists import AssignedList
 from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
 from worker_svc.link.replies import runner_messages
+from worker_svc.link.seeds import SchedulerSeeds
 from worker_svc.link.wire import hello, round_report, wire_probe
 from worker_svc.runner.messages import (
     Failed,
@@ -84,11 +85,13 @@ class SchedulerLink:
         settings: WorkerSettings,
         runner: RunnerHandle,
         *,
+        seeds: SchedulerSeeds | None = None,
         on_greeted: Callable[[], None] = lambda: None,
         on_drain_ordered: Callable[[], None] = lambda: None,
         tracing: Tracing = QUIET,
     ) -> None:
         self.settings = settings
+        self._seeds = seeds or SchedulerSeeds(settings)
         self.worker_id = f"{settings.name}-{uuid.uuid4().hex[:8]}"
         self.runner = runner
         self.leader_epoch = ""
@@ -205,7 +208,7 @@ class SchedulerLink:
     async def _keep_connected(self) -> None:
         search = LeaderSearch(BackOff(), random.Random())
         while True:
-            search.begin_round(self.settings.scheduler_seeds)
+            search.begin_round(self._seeds())
             while (address := search.next_address()) is not None:
                 search.visited(address, await self._visit(address))
                 self._leave_if_forgotten()
