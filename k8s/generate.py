@@ -83,6 +83,7 @@ OWNED: dict[str, dict[str, str]] = {
     "worker": {
         **_SERVING,
         **_LINK,
+        "scheduler_seeds_file": "names of the schedulers' pods",
         "pool": "pools[].name",
         "worker_name": "the pod's name",
         "engine": "pools[].workers.engine",

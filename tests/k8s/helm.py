@@ -60,13 +60,20 @@ class Helm3:
             raise Refused(done.stderr + done.stdout)
         return done.stdout
 
-    def render(self, values: dict[str, Any], crds: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def render(
+        self, values: dict[str, Any], crds: Sequence[str] = (), chart: Path = CHART
+    ) -> list[dict[str, Any]]:
         more = [part for crd in crds for part in ("--api-versions", crd)]
         version = ("--kube-version", "1.30.0")
         text = self._run(
-            "template", "demo", str(CHART), *version, "--namespace", NAMESPACE, *more, values=values
+            "template", "demo", str(chart), *version, "--namespace", NAMESPACE, *more, values=values
         )
         return objects(text)
+
+    def upgrade(self, values: dict[str, Any], *, kubeconfig: Path, release: str) -> None:
+        """Upgrade or install a release of the cluster. Refused if the chart or the cluster refuses."""
+        where = ("--namespace", NAMESPACE, "--kubeconfig", str(kubeconfig))
+        self._run("upgrade", "--install", "--skip-crds", release, str(CHART), *where, values=values)
 
     def lint(self, values: dict[str, Any]) -> None:
         self._run("lint", str(CHART), "--strict", values=values)

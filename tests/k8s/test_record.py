@@ -16,7 +16,7 @@ from tests.helpers import free_port, wait_until
 from tests.k8s.conftest import MATRIX
 from tests.k8s.helm import find
 
-PASSWORD = "of the record"
+PASSWORD = r'of "the" r@c/rd\ $HOME `id` #?%41'
 
 
 @pytest.fixture
@@ -32,7 +32,9 @@ def record(helm3: Any, tmp_path: Path, port: int) -> Iterator[subprocess.Popen[b
         "containers"
     ]
     script = container["command"][2]
+    (tmp_path / "password").write_text(PASSWORD)
     for ours, theirs in (
+        ("/etc/laps-sd/redis-password/password", str(tmp_path / "password")),
         ("port 6379", f"port {port}"),
         ("dir /data", f"dir {tmp_path}"),
         ("bind *", "bind 127.0.0.1"),
@@ -42,7 +44,7 @@ def record(helm3: Any, tmp_path: Path, port: int) -> Iterator[subprocess.Popen[b
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     server = subprocess.Popen(
         [*container["command"][:2], script],
-        env={"PATH": path, "PASSWORD": PASSWORD},
+        env={"PATH": path},
         stdout=subprocess.DEVNULL,
     )
     yield server

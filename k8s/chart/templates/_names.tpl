@@ -1,7 +1,7 @@
 {{/* Prefix of all names. At most 22 characters, so that a StatefulSet's name stays below 52 and its labels below 63. */}}
 {{- define "laps-sd.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 22 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride -}}
 {{- else if contains "laps-sd" .Release.Name -}}
 {{- .Release.Name | trunc 22 | trimSuffix "-" -}}
 {{- else -}}
@@ -42,16 +42,18 @@ laps-sd.dev/shard: {{ .name }}
 {{- end }}
 {{- end -}}
 
+{{/* Of objects. Pods have those of the selector alone: the others change with each version of the chart, and a changed pod template
+     restarts every pod. */}}
 {{- define "laps-sd.labels" -}}
 {{ include "laps-sd.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/* Arguments: root, image ("name:tag" or empty), name. */}}
 {{- define "laps-sd.image" -}}
-{{- $tag := .root.Values.image.tag | default .root.Chart.AppVersion -}}
+{{- $tag := .root.Values.image.tag | default (.root.Chart.AppVersion | replace "+" "_") -}}
 {{ .root.Values.image.registry }}{{ .image | default (printf "%s:%s" .name $tag) }}
 {{- end -}}
 
@@ -61,7 +63,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- if .pool.modelVolume }}{{ $_ := set $whole "modelVolume" (dict) }}{{ end -}}
 {{- if (.pool.workers | default dict).cacheVolume }}{{ $_ := set $whole.workers "cacheVolume" (dict) }}{{ end -}}
 {{- include "laps-sd.overlay" (list $whole .pool) -}}
+{{- $_ := set $whole "modelVolume" (include "laps-sd.volume" $whole.modelVolume | fromJson) -}}
+{{- $_ := set $whole.workers "cacheVolume" (include "laps-sd.volume" $whole.workers.cacheVolume | fromJson) -}}
 {{- toJson $whole -}}
+{{- end -}}
+
+{{/* A volume source as JSON, without the emptyDir of values.yaml that Helm merges with another one. */}}
+{{- define "laps-sd.volume" -}}
+{{- if gt (len .) 1 }}{{ toJson (omit . "emptyDir") }}{{ else }}{{ toJson . }}{{ end -}}
 {{- end -}}
 
 {{/* Changes the first map: sprig's own merge takes 0 and false for "not given". */}}

@@ -1,6 +1,7 @@
 {{/* What no schema can say. Each refusal is a sentence: what, why, and what to do. */}}
 {{- define "laps-sd.validate" -}}
 {{- $root := . -}}
+{{- include "laps-sd.validateName" . -}}
 {{- $names := list -}}
 {{- $shards := list -}}
 {{- range $given := .Values.pools -}}
@@ -66,6 +67,7 @@
 {{- fail "redis.external.sentinelUser needs redis.external.sentinelPasswordSecret, with the password of that user." }}
 {{- end -}}
 {{- include "laps-sd.validateTls" . -}}
+{{- include "laps-sd.validateLosses" . -}}
 {{- end -}}
 
 {{- define "laps-sd.validatePool" -}}
@@ -75,6 +77,11 @@
 {{- end -}}
 {{- if ge (len .pool.drainingShards) (int .pool.shards) }}
 {{- fail (printf "All shards of %s are in drainingShards: nobody would take a request." .where) }}
+{{- end -}}
+{{- range $name, $volume := dict "modelVolume" .pool.modelVolume "workers.cacheVolume" $workers.cacheVolume -}}
+{{- if ne (len $volume) 1 }}
+{{- fail (printf "%s of %s has %d volume sources (%s): give one." $name $.where (len $volume) (keys $volume | sortAlpha | join ", ")) }}
+{{- end -}}
 {{- end -}}
 {{- include "laps-sd.validateGrace" (dict "where" (printf "workers of %s" .where) "values" $workers) -}}
 {{- range $role := list "target" "draft" -}}
@@ -144,4 +151,14 @@
 {{- if and (eq $public.mode "certManager") (not $public.issuer.name) }}{{ fail "tls.public.mode is certManager: name the issuer in tls.public.issuer.name." }}{{ end -}}
 {{- if and (eq $public.mode "certManager") (not $public.serviceNames) (not $public.dnsNames) }}{{ fail "tls.public.serviceNames is false and tls.public.dnsNames is empty: a certificate needs a name." }}{{ end -}}
 {{- if and (eq $public.mode "secrets") (not $public.secret) }}{{ fail "tls.public.mode is secrets: name the secret (tls.crt, tls.key) in tls.public.secret." }}{{ end -}}
+{{- end -}}
+
+{{/* A shortened name could be that of two releases. */}}
+{{- define "laps-sd.validateName" -}}
+{{- if not .Values.fullnameOverride -}}
+{{- $whole := ternary .Release.Name (printf "%s-laps-sd" .Release.Name) (contains "laps-sd" .Release.Name) -}}
+{{- if gt (len $whole) 22 }}
+{{- fail (printf "The prefix of all names, %q, is longer than 22 characters, and cut off it could be that of another release too: give fullnameOverride, of at most 22 characters. For a release that exists already it is %q." $whole (include "laps-sd.fullname" .)) }}
+{{- end -}}
+{{- end -}}
 {{- end -}}

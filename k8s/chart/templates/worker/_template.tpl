@@ -10,7 +10,7 @@
 {{- $gpu := get ($values.resources.limits | default dict) "nvidia.com/gpu" -}}
 metadata:
   labels:
-    {{- include "laps-sd.labels" $self | nindent 4 }}
+    {{- include "laps-sd.selector" $self | nindent 4 }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -41,8 +41,8 @@ spec:
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       env:
         {{- include "laps-sd.servingEnv" (dict "root" $root "grpcPort" 50053 "drainSeconds" $values.drainSeconds) | nindent 8 }}
-        - name: LAPS_SD_SCHEDULER_SEEDS
-          value: {{ include "laps-sd.seeds" (dict "root" $root "pool" $pool "shard" .shard) | quote }}
+        - name: LAPS_SD_SCHEDULER_SEEDS_FILE
+          value: /etc/laps-sd/schedulers/seeds
         {{- include "laps-sd.linkEnv" $root | nindent 8 }}
         # The scheduler knows the worker by the name of its pod.
         - name: LAPS_SD_WORKER_NAME
@@ -85,6 +85,7 @@ spec:
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shared-memory, mountPath: /dev/shm}
+        - {name: schedulers, mountPath: /etc/laps-sd/schedulers, readOnly: true}
         {{- if $vllm }}
         - {name: cache, mountPath: /cache}
         {{- end }}
@@ -99,6 +100,10 @@ spec:
       emptyDir: {}
     - name: shared-memory
       emptyDir: {medium: Memory, sizeLimit: {{ include "laps-sd.sharedMemory" $values }}}
+    # As a folder: a file in it follows the ConfigMap while the worker runs.
+    - name: schedulers
+      configMap:
+        name: {{ include "laps-sd.name" $self }}-schedulers
     {{- if $vllm }}
     - name: cache
       {{- toYaml $values.cacheVolume | nindent 6 }}

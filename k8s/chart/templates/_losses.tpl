@@ -1,0 +1,78 @@
+{{/* Refusals of upgrades that would leave requests behind, by what is in the cluster. Without a cluster (`helm template`, Argo CD) nothing is found and
+     nothing refused: docs/kubernetes.md says what each of them loses. `acceptLosses` names those that are meant. */}}
+
+{{- define "laps-sd.validateLosses" -}}
+{{- include "laps-sd.validateShards" . -}}
+{{- include "laps-sd.validateRecord" . -}}
+{{- include "laps-sd.validateClaim" . -}}
+{{- end -}}
+
+{{/* Every shard that has schedulers in the cluster is still wanted, or has been draining. */}}
+{{- define "laps-sd.validateShards" -}}
+{{- $root := . -}}
+{{- $wanted := list -}}
+{{- $pools := list -}}
+{{- range $given := .Values.pools -}}
+{{- $pool := include "laps-sd.pool" (dict "root" $root "pool" $given) | fromJson -}}
+{{- $pools = append $pools $pool.name -}}
+{{- range $shard := include "laps-sd.shards" (dict "root" $root "pool" $pool) | fromJsonArray }}{{ $wanted = append $wanted $shard.name }}{{ end -}}
+{{- end -}}
+{{- $found := (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items | default list -}}
+{{- range $one := $found -}}
+{{- $labels := $one.metadata.labels | default dict -}}
+{{- $ours := eq (list (get $labels "app.kubernetes.io/name") (get $labels "app.kubernetes.io/instance") (get $labels "app.kubernetes.io/component") | join " ") (printf "laps-sd %s scheduler" $root.Release.Name) -}}
+{{- $shard := get $labels "laps-sd.dev/shard" -}}
+{{- $pool := get $labels "laps-sd.dev/pool" -}}
+{{- if and $ours $shard (not (has $shard $wanted)) -}}
+{{- if not (has $pool $pools) -}}
+{{- if not (has (printf "pool/%s" $pool) $root.Values.acceptLosses) -}}
+{{- fail (printf "The pool %q is in the release and not in the values. Its unfinished requests would stay in the record with no scheduler, and its results could not be read. To rename a pool is to remove it and add another. Stop its traffic, wait until `laps-sd queue` shows no request, and set acceptLosses=[pool/%s]." $pool $pool) -}}
+{{- end -}}
+{{- else if not (has (printf "shard/%s" $shard) $root.Values.acceptLosses) -}}
+{{- $file := dig "data" "shards" "" (lookup "v1" "ConfigMap" $root.Release.Namespace (include "laps-sd.name" (dict "root" $root "pool" (dict "name" $pool) "component" "gateway") | printf "%s-shards")) -}}
+{{- if not (regexMatch (printf "(?m)^%s [^ ]+ draining$" $shard) $file) -}}
+{{- fail (printf "The shard %q would be removed without having drained: its unfinished requests would stay in the record with no scheduler. Add its number to drainingShards of pool %q first, wait until `laps-sd queue` shows no request of it, and remove it then; or set acceptLosses=[shard/%s]." $shard $pool $shard) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where the record is, in words without a secret. */}}
+{{- define "laps-sd.recordPlace" -}}
+{{- if .Values.redis.bundled.enabled -}}bundled
+{{- else if .Values.redis.external.existingSecret -}}secret {{ .Values.redis.external.existingSecret }}
+{{- else -}}{{ .Values.redis.external.url }}
+{{- end -}}
+{{- end -}}
+
+{{- define "laps-sd.validateRecord" -}}
+{{- $root := . -}}
+{{- $place := include "laps-sd.recordPlace" . -}}
+{{- range $one := (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items | default list -}}
+{{- $labels := $one.metadata.labels | default dict -}}
+{{- if and (eq (get $labels "app.kubernetes.io/name") "laps-sd") (eq (get $labels "app.kubernetes.io/instance") $root.Release.Name) -}}
+{{- $component := get $labels "app.kubernetes.io/component" -}}
+{{- $before := ternary "bundled" (dig "metadata" "annotations" "laps-sd.dev/record" "" $one) (eq $component "redis") -}}
+{{- if and $before (ne $before $place) (not (has "record" $root.Values.acceptLosses)) -}}
+{{- fail (printf "The record would change from %q to %q: the schedulers would find none of the unfinished requests and results of the old one%s. If the new one has the same content, or all requests have ended, set acceptLosses=[record]." $before $place (ternary ", whose server this upgrade removes" "" (eq $before "bundled"))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Kubernetes refuses to change the claims of a StatefulSet, after Helm has changed everything else. */}}
+{{- define "laps-sd.validateClaim" -}}
+{{- if .Values.redis.bundled.enabled -}}
+{{- $wanted := .Values.redis.bundled -}}
+{{- $name := include "laps-sd.name" (dict "root" . "pool" nil "component" "redis") -}}
+{{- with lookup "apps/v1" "StatefulSet" .Release.Namespace $name -}}
+{{- $claim := .spec.volumeClaimTemplates | default list | first | default dict -}}
+{{- $size := dig "spec" "resources" "requests" "storage" "" $claim -}}
+{{- $class := dig "spec" "storageClassName" "" $claim -}}
+{{- if or (ne $size (toString $wanted.storage)) (and $wanted.storageClassName (ne $class $wanted.storageClassName)) -}}
+{{- fail (printf "redis.bundled.storage and storageClassName (%q, %q) differ from those of the StatefulSet %s (%q, %q), which Kubernetes does not change. For a larger claim, resize it (kubectl -n %s patch pvc data-%s-0), then delete the StatefulSet and keep its pod (kubectl -n %s delete statefulset %s --cascade=orphan), and upgrade again." $wanted.storage $wanted.storageClassName $name $size $class $.Release.Namespace $name $.Release.Namespace $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,127 @@
+"""An upgrade that would leave requests behind is refused with a sentence, unless its values accept it by name.
+
+The objects of the release before are in an API server that can do nothing else: an upgrade that is not refused ends after
+it was rendered.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.k8s.conftest import MATRIX
+from tests.k8s.helm import NAMESPACE, Refused
+from tests.k8s.lookups import api_server, kubeconfig
+
+RENDERED = "unable to build kubernetes objects from release manifest"
+"""Helm's error once everything is rendered."""
+POOLS = [{"name": name, "model": "laps-sd-demo"} for name in ("a", "b")]
+TWO_POOLS: dict[str, Any] = {"pools": POOLS}
+TWO_SHARDS: dict[str, Any] = {"poolDefaults": {"shards": 2}}
+DRAINING: dict[str, Any] = {"poolDefaults": {"shards": 2, "drainingShards": [1]}}
+URL: dict[str, Any] = {
+    "redis": {"bundled": {"enabled": False}, "external": {"url": "redis://one.example:6379/0"}}
+}
+SECRET: dict[str, Any] = {"redis": {"bundled": {"enabled": False}, "external": {"existingSecret": "redis"}}}
+
+
+@pytest.fixture
+def upgrade(helm3: Any, tmp_path: Path) -> Any:
+    def run(before: dict[str, Any], after: dict[str, Any], release: str = "demo") -> str:
+        """Return why Helm ended: the chart's sentence, or RENDERED."""
+        with api_server(helm3.render(before)) as url:
+            config = tmp_path / "config"
+            config.write_text(kubeconfig(url, NAMESPACE))
+            config.chmod(0o600)
+            with pytest.raises(Refused) as refused:
+                helm3.upgrade(after, kubeconfig=config, release=release)
+        return str(refused.value)
+
+    return run
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_an_upgrade_that_changes_nothing_goes_on(upgrade: Any, name: str) -> None:
+    values, _ = MATRIX[name]
+
+    assert RENDERED in upgrade(values, values)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence", "accepted"),
+    [
+        pytest.param(
+            TWO_POOLS,
+            {"pools": POOLS[:1]},
+            'The pool "b" is in the release and not in the values.',
+            "pool/b",
+            id="a pool is removed",
+        ),
+        pytest.param(
+            TWO_POOLS,
+            {"pools": [POOLS[0], POOLS[1] | {"name": "c"}]},
+            'The pool "b" is in the release and not in the values.',
+            "pool/b",
+            id="a pool gets another name",
+        ),
+        pytest.param(
+            TWO_SHARDS,
+            {},
+            'The shard "demo-s1" would be removed without having drained',
+            "shard/demo-s1",
+            id="a shard is removed that has not drained",
+        ),
+        pytest.param(
+            {"poolDefaults": {"shards": 3, "drainingShards": [1]}},
+            {},
+            'The shard "demo-s2" would be removed without having drained',
+            "shard/demo-s2",
+            id="two shards are removed and one has drained",
+        ),
+        pytest.param(
+            {}, URL, 'from "bundled" to "redis://one.example:6379/0"', "record", id="an external record"
+        ),
+        pytest.param(
+            URL, {}, 'from "redis://one.example:6379/0" to "bundled"', "record", id="a bundled record"
+        ),
+        pytest.param(
+            URL, SECRET, 'from "redis://one.example:6379/0" to "secret redis"', "record", id="another record"
+        ),
+    ],
+)
+def test_what_loses_requests_must_be_meant(
+    upgrade: Any, before: dict[str, Any], after: dict[str, Any], sentence: str, accepted: str
+) -> None:
+    refusal = upgrade(before, after)
+
+    assert sentence in refusal
+    assert f"set acceptLosses=[{accepted}]" in refusal
+    assert sentence in upgrade(before, after | {"acceptLosses": ["pool/other", "shard/other"]})
+    assert RENDERED in upgrade(before, after | {"acceptLosses": [accepted]})
+
+
+def test_a_shard_that_has_drained_is_removed(upgrade: Any) -> None:
+    assert RENDERED in upgrade(DRAINING, {})
+
+
+def test_a_release_beside_it_is_no_matter(upgrade: Any) -> None:
+    assert RENDERED in upgrade(TWO_POOLS, {}, release="other")
+
+
+@pytest.mark.parametrize("size", ["2Gi", ""])
+def test_a_claim_that_kubernetes_would_not_change_is_refused_before_anything_changes(
+    upgrade: Any, size: str
+) -> None:
+    refusal = upgrade({}, {"redis": {"bundled": {"storage": size}}})
+
+    assert 'differ from those of the StatefulSet demo-laps-sd-redis ("1Gi", "")' in refusal
+    assert "--cascade=orphan" in refusal
+
+
+def test_a_name_that_would_be_cut_off_is_refused(upgrade: Any) -> None:
+    refusal = upgrade({}, {}, release="a-release-of-a-long-name")
+
+    assert '"a-release-of-a-long-name-laps-sd", is longer than 22 characters' in refusal
+    assert 'For a release that exists already it is "a-release-of-a-long-na"' in refusal
