@@ -88,6 +88,20 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found(kubernetes: None) 
     assert Schemas("1.30").problems(account) != []
 
 
+@pytest.mark.parametrize("version", ["1.31", "1.34", "1.36"])
+def test_claims_of_gpus_are_valid_where_kubernetes_has_them(
+    helm3: Any, kubernetes: None, version: str
+) -> None:
+    claims = [{"name": "gpus", "resourceClaimTemplateName": "four"}]
+    workers = {"engine": "vllm", "resourceClaims": claims, "claimedGpus": 4}
+    rendered = helm3.render(
+        {"pools": [{"name": "a", "model": "m", "target": {"path": "t"}, "workers": workers}]}
+    )
+
+    schemas = Schemas(version)
+    assert [p for one in rendered if one["kind"] == "Deployment" for p in schemas.problems(one)] == []
+
+
 @pytest.mark.parametrize("name", MATRIX)
 def test_every_pod_keeps_to_the_standard_restricted(rendered: Any, name: str) -> None:
     pods = dict(pod_templates(rendered[name]))

@@ -106,13 +106,7 @@
 {{- if ge $beat $silence }}
 {{- fail (printf "settings.heartbeatS of the workers of %s (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every worker." .where $beat $silence) }}
 {{- end -}}
-{{- $gpu := get ($workers.resources.limits | default dict) "nvidia.com/gpu" -}}
-{{- if and $gpu (eq ($workers.settings.device | default "cuda") "cpu") }}
-{{- fail (printf "The workers of %s ask for a GPU and settings.device says cpu." .where) }}
-{{- end -}}
-{{- if and (not $gpu) (hasPrefix "cuda" ($workers.settings.device | default "cpu")) }}
-{{- fail (printf "settings.device of the workers of %s is %s and no GPU is asked for: add resources.limits.\"nvidia.com/gpu\"." .where $workers.settings.device) }}
-{{- end -}}
+{{- include "laps-sd.validateGpus" (dict "values" $workers "where" .where) -}}
 {{- include "laps-sd.validateVllm" (dict "pool" .pool "where" .where) -}}
 {{- $scaling := $workers.autoscaling -}}
 {{- if ne $scaling.keda "off" -}}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 ARGS = "LAPS_SD_VLLM_ARGS"
-GPU = "nvidia.com/gpu"
+GPUS = re.compile(r"(nvidia|amd)\.com/(gpu|mig-)")
+"""Names of resources that count GPUs begin with this."""
 
 Object = Mapping[str, Any]
 
@@ -34,16 +36,20 @@ def engine_environment(spec: Object, resources: Object) -> dict[str, str]:
 
 
 def gpus_of(resources: Object) -> int:
-    """Return the number of GPUs of a container."""
-    return int((resources.get("limits") or {}).get(GPU, 0))
+    """Return the number of GPUs of a container that device plugins bring."""
+    limits = resources.get("limits") or {}
+    return sum(int(count) for name, count in limits.items() if GPUS.match(name))
 
 
 def unequal_ranks(template: Object) -> str:
     """Return the problem if workers over vLLM have another number of GPUs than of ranks; empty if they agree.
 
-    A template without readable arguments is left to the worker, which refuses them with a sentence.
+    A template without readable arguments, or whose GPUs are claimed (DRA), is left to the worker, which refuses
+    what cannot be with a sentence.
     """
     worker = next(container for container in template["spec"]["containers"] if container["name"] == "worker")
+    if (worker.get("resources") or {}).get("claims"):
+        return ""
     text = next((one.get("value", "") for one in worker.get("env", []) if one["name"] == ARGS), "")
     try:
         args = json.loads(text)

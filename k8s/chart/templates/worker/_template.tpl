@@ -7,7 +7,7 @@
 {{- $self := dict "root" $root "pool" $pool "component" "worker" "shard" .shard "values" $values -}}
 {{- $vllm := eq $values.engine "vllm" -}}
 {{- $image := include "laps-sd.image" (dict "root" $root "image" $values.image "name" (ternary "laps-sd-worker-vllm" "laps-sd-worker" $vllm)) -}}
-{{- $gpu := get ($values.resources.limits | default dict) "nvidia.com/gpu" -}}
+{{- $gpu := include "laps-sd.gpus" $values | int -}}
 metadata:
   labels:
     {{- include "laps-sd.selector" $self | nindent 4 }}
@@ -34,6 +34,9 @@ spec:
     {{- include "laps-sd.download" (dict "root" $root "pool" $pool "role" $role "image" $image) | nindent 4 }}
     {{- end }}
     {{- end }}
+  {{- end }}
+  {{- with $values.resourceClaims }}
+  resourceClaims: {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: worker
@@ -81,7 +84,16 @@ spec:
         - {name: metrics, containerPort: 9090}
       {{- include "laps-sd.probes" (dict "ready" "readiness" "started" (ternary "engine" "liveness" $vllm) "seconds" (include "laps-sd.startupSeconds" $values)) | nindent 6 }}
       {{- include "laps-sd.containerSecurity" . | nindent 6 }}
-      resources: {{- toYaml $values.resources | nindent 8 }}
+      resources:
+        {{- with $values.resources }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- with $values.resourceClaims }}
+        claims:
+          {{- range . }}
+          - name: {{ .name }}
+          {{- end }}
+        {{- end }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shared-memory, mountPath: /dev/shm}

@@ -1,10 +1,5 @@
 {{/* The parts of a worker over vLLM that other workers do not have. */}}
 
-{{/* Number of GPUs of a worker. Argument: values of the workers. */}}
-{{- define "laps-sd.gpus" -}}
-{{ get (.resources.limits | default dict) "nvidia.com/gpu" | default 0 | int }}
-{{- end -}}
-
 {{/* Arguments of vLLM's EngineArgs, as JSON: those of the values, the pool's draft where they describe speculation, and one
      rank for each GPU. Argument: pool. */}}
 {{- define "laps-sd.vllmArgs" -}}
@@ -89,7 +84,7 @@ skip_tokenizer_init: it follows from the model
 {{- $pipeline := $args.pipeline_parallel_size | default 1 | int -}}
 {{- $tensor := $args.tensor_parallel_size | default (div (max $gpus 1) $pipeline) | int -}}
 {{- if ne (mul $tensor $pipeline) (max $gpus 1 | int64) }}
-{{- fail (printf "The workers of %s have %d GPUs and vllmArgs asks for tensor_parallel_size %d times pipeline_parallel_size %d: make the product the number of resources.limits.\"nvidia.com/gpu\", or leave tensor_parallel_size out." .where $gpus $tensor $pipeline) }}
+{{- fail (printf "The workers of %s have %d GPUs and vllmArgs asks for tensor_parallel_size %d times pipeline_parallel_size %d: make the product the number of GPUs, or leave tensor_parallel_size out." .where $gpus $tensor $pipeline) }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
