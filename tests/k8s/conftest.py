@@ -151,6 +151,72 @@ def operated() -> dict[str, Any]:
     }
 
 
+def additions() -> dict[str, Any]:
+    """Return values with all that users can add, at each component."""
+    extra = {
+        "extraEnv": [{"name": "A", "value": "b"}],
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "initContainers": [
+            {
+                "name": "first",
+                "image": "busybox",
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "resources": {"limits": {"memory": "16Mi"}},
+            }
+        ],
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
+        ],
+        "podLabels": {"team": "models"},
+        "podAnnotations": {"a": "b"},
+        "priorityClassName": "serving",
+    }
+    pool = GPU_POOL | {"target": {"repo": "x/y", "revision": "1"}, "draft": {"repo": "x/z", "revision": "2"}}
+    return {
+        "pools": [
+            {"name": "demo", "model": "laps-sd-demo", "hosts": ["demo.example.com"]},
+            pool
+            | {
+                "download": "job",
+                "hosts": ["a.example.com", "b.example.com"],
+                "grpcHosts": ["grpc.example.com"],
+                "workers": extra,
+            },
+        ],
+        "gateway": {
+            **extra,
+            "service": {
+                "type": "LoadBalancer",
+                "loadBalancerClass": "example.com/lb",
+                "loadBalancerSourceRanges": ["10.0.0.0/8"],
+                "externalTrafficPolicy": "Local",
+            },
+            "ingress": {
+                "enabled": True,
+                "className": "nginx",
+                "annotations": {"c": "d"},
+                "tlsSecret": "doors",
+            },
+            "routes": {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}]},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+        },
+        "scheduler": extra,
+        "operator": {"enabled": True, **extra},
+        "redis": {"bundled": extra},
+        "commonLabels": {"department": "ai"},
+        "commonAnnotations": {"contact": "ai@example.com"},
+        "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}
+        ],
+    }
+
+
 MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "defaults": ({}, ()),
     "defaults, everything installed in the cluster": ({}, CRDS),
@@ -184,6 +250,7 @@ MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "doors, models by a Job, and what users add": (additions(), ()),
     "bundled record in memory, one scheduler, no policies": (
         {
             "redis": {"bundled": {"storage": ""}},

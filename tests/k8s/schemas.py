@@ -41,4 +41,12 @@ class Schemas:
         kind = f"{found['kind'].lower()}-{api}"
         if kind not in self._of_kind:
             self._of_kind[kind] = self._validator(self._read(kind), registry=self._registry)
-        return [f"{error.json_path}: {error.message}" for error in self._of_kind[kind].iter_errors(found)]
+        return _sentences(self._of_kind[kind], found)
+
+    def problems_of(self, found: Any, schema: dict[str, Any]) -> list[str]:
+        """Return sentences with the path of each error by a schema that is not one of Kubernetes."""
+        return _sentences(self._validator(schema), found)
+
+
+def _sentences(validator: Any, found: Any) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(found)]

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tests.k8s.conftest import EVERYTHING, MATRIX
+from tests.k8s.gateway_api import DOORS
 from tests.k8s.helm import CRDS
 from tests.k8s.pod_security import breaches, pod_templates
 from tests.k8s.schemas import Schemas
 
 VERSIONS = [f"1.{minor}" for minor in range(27, 37)]
 """Versions of Kubernetes; the chart claims to work from the first on."""
-CUSTOM = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"}
+CUSTOM = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject", "SpeculativePool"} | set(DOORS)
 
 
 @pytest.mark.parametrize("name", MATRIX)

@@ -52,6 +52,19 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "network policies": (TWO_POOLS, {"networkPolicy": {"enabled": False}}, set()),
     "disruption budgets": (TWO_POOLS, {"podDisruptionBudget": {"enabled": False}}, set()),
     "a door": (TWO_POOLS, {"gateway": {"service": {"type": "LoadBalancer", "port": 443}}}, set()),
+    "labels and annotations of all objects": (
+        TWO_POOLS,
+        {"commonLabels": {"a": "b"}, "commonAnnotations": {"c": "d"}},
+        set(),
+    ),
+    "hosts and an Ingress": (
+        TWO_POOLS,
+        {
+            "pools": [TWO_POOLS["pools"][0] | {"hosts": ["a.example"]}, TWO_POOLS["pools"][1]],
+            "gateway": {"ingress": {"enabled": True}},
+        },
+        set(),
+    ),
     "annotations of accounts": (TWO_POOLS, {"serviceAccount": {"annotations": {"a": "b"}}}, set()),
     "the operator's size": (
         OPERATED,

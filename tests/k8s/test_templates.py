@@ -100,6 +100,17 @@ FREE = {
     "gatewayFrom",
     "metricsFrom",
     "schedulerFrom",
+    "commonLabels",
+    "commonAnnotations",
+    "podSecurityContext",
+    "containerSecurityContext",
+    "extraObjects",
+    "extraEnv",
+    "extraVolumes",
+    "extraVolumeMounts",
+    "initContainers",
+    "topologySpreadConstraints",
+    "parentRefs",
 }
 """Maps whose keys are Kubernetes', vLLM's or the user's own."""
 
@@ -156,4 +167,11 @@ def keys(values: dict[str, Any]) -> Iterator[str]:
             yield from keys(value)
 
 
-AS_THEY_ARE = {"resources", "modelVolume", "cacheVolume", "dashboardLabels"}
+AS_THEY_ARE = {
+    "resources",
+    "modelVolume",
+    "cacheVolume",
+    "dashboardLabels",
+    "podSecurityContext",
+    "containerSecurityContext",
+}

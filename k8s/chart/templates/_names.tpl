@@ -49,6 +49,16 @@ laps-sd.dev/shard: {{ .name }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of an object. Arguments: root; perhaps own (map). */}}
+{{- define "laps-sd.annotations" -}}
+{{- with merge (deepCopy (.own | default dict)) .root.Values.commonAnnotations -}}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{/* Arguments: root, image ("name:tag" or empty), name. */}}

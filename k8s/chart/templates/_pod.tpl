@@ -95,23 +95,31 @@
 {{- .terminationGracePeriodSeconds | default $least | int -}}
 {{- end -}}
 
+{{/* Argument: root. */}}
 {{- define "laps-sd.podSecurity" -}}
-securityContext:
-  runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile:
-    type: RuntimeDefault
+{{- with .Values.podSecurityContext -}}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
+{{/* Argument: root. */}}
 {{- define "laps-sd.containerSecurity" -}}
-securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities:
-    drop: [ALL]
+{{- with .Values.containerSecurityContext -}}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* What users add to a component: nothing unless they do. Argument: values of the component. */}}
+{{- define "laps-sd.extraEnv" -}}
+{{- with .extraEnv }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- define "laps-sd.extraVolumeMounts" -}}
+{{- with .extraVolumeMounts }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- define "laps-sd.extraVolumes" -}}
+{{- with .extraVolumes }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
 {{/* Health is served on a port of its own: Kubernetes' gRPC probes speak no TLS. Arguments: ready (health name for readiness); perhaps
@@ -159,7 +167,10 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if .values.affinity }}
 affinity: {{- toYaml .values.affinity | nindent 2 }}
-{{- else if has .component (list "gateway" "scheduler" "operator") }}
+{{- end }}
+{{- if .values.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml .values.topologySpreadConstraints | nindent 2 }}
+{{- else if and (not .values.affinity) (has .component (list "gateway" "scheduler" "operator")) }}
 topologySpreadConstraints:
   {{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
   - maxSkew: 1
@@ -172,57 +183,4 @@ topologySpreadConstraints:
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- end -}}
-
-{{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, only (files, or
-     empty for all but weights that the engine does not read: drafts of vLLM are often published as pytorch_model.bin alone). */}}
-{{- define "laps-sd.download" -}}
-{{- $model := get .pool .role -}}
-- name: {{ .role }}-download
-  image: {{ .image }}
-  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command:
-    - hf
-    - download
-    - {{ $model.repo | quote }}
-    {{- if .only }}
-    {{- range .only }}
-    - {{ . }}
-    {{- end }}
-    {{- else }}
-    {{- if not (and (eq .role "draft") (eq .pool.workers.engine "vllm")) }}
-    - --exclude
-    - "*.bin"
-    {{- end }}
-    - --exclude
-    - "*.pth"
-    - --exclude
-    - "original/*"
-    {{- end }}
-    {{- with $model.revision }}
-    - --revision
-    - {{ . | quote }}
-    {{- end }}
-    - --local-dir
-    - /models/{{ include "laps-sd.modelFolder" $model }}
-  env:
-    - name: HF_HOME
-      value: /tmp/huggingface
-    {{- with .pool.huggingFaceTokenSecret }}
-    - name: HF_TOKEN
-      valueFrom:
-        secretKeyRef: {name: {{ . }}, key: token}
-    {{- end }}
-  {{- include "laps-sd.containerSecurity" . | nindent 2 }}
-  resources:
-    requests: {cpu: 100m, memory: 256Mi}
-    limits: {memory: 2Gi}
-  volumeMounts:
-    - {name: models, mountPath: /models}
-    - {name: tmp, mountPath: /tmp}
-{{- end -}}
-
-{{/* Folder of a model below /models. Argument: {repo, revision} or {path}. */}}
-{{- define "laps-sd.modelFolder" -}}
-{{- if .path }}{{ .path }}{{ else if .repo }}{{ .repo | replace "/" "--" }}{{ with .revision }}-{{ . }}{{ end }}{{ end -}}
 {{- end -}}

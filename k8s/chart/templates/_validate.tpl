@@ -67,6 +67,7 @@
 {{- fail "redis.external.sentinelUser needs redis.external.sentinelPasswordSecret, with the password of that user." }}
 {{- end -}}
 {{- include "laps-sd.validateTls" . -}}
+{{- include "laps-sd.validateDoors" . -}}
 {{- include "laps-sd.validateLosses" . -}}
 {{- end -}}
 
@@ -106,6 +107,7 @@
 {{- if ge $beat $silence }}
 {{- fail (printf "settings.heartbeatS of the workers of %s (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every worker." .where $beat $silence) }}
 {{- end -}}
+{{- include "laps-sd.validateDownload" (dict "root" .root "pool" .pool "where" .where) -}}
 {{- include "laps-sd.validateGpus" (dict "values" $workers "where" .where) -}}
 {{- include "laps-sd.validateVllm" (dict "pool" .pool "where" .where) -}}
 {{- $scaling := $workers.autoscaling -}}
@@ -155,4 +157,22 @@
 {{- fail (printf "The prefix of all names, %q, is longer than 22 characters, and cut off it could be that of another release too: give fullnameOverride, of at most 22 characters. For a release that exists already it is %q." $whole (include "laps-sd.fullname" .)) }}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{- define "laps-sd.validateDoors" -}}
+{{- $root := . -}}
+{{- $gateway := .Values.gateway -}}
+{{- $hosts := list -}}
+{{- range $given := .Values.pools -}}
+{{- $pool := include "laps-sd.pool" (dict "root" $root "pool" $given) | fromJson -}}
+{{- range $host := concat ($pool.hosts | default list) ($pool.grpcHosts | default list) -}}
+{{- if has $host $hosts }}{{ fail (printf "The host %q is in two lists of hosts and grpcHosts: each leads to one pool, by one protocol." $host) }}{{ end -}}
+{{- $hosts = append $hosts $host -}}
+{{- end -}}
+{{- end -}}
+{{- $doors := or $gateway.ingress.enabled $gateway.routes.enabled -}}
+{{- if and $doors (not $hosts) }}{{ fail "gateway.ingress or gateway.routes is enabled and no pool has hosts or grpcHosts: name the hosts at which they are reached." }}{{ end -}}
+{{- if and $hosts (not $doors) }}{{ fail "A pool has hosts or grpcHosts, and neither gateway.ingress nor gateway.routes is enabled." }}{{ end -}}
+{{- if and $gateway.routes.enabled (not $gateway.routes.parentRefs) }}{{ fail "gateway.routes is enabled: name the Gateways in gateway.routes.parentRefs." }}{{ end -}}
+{{- if and $gateway.inferencePool.enabled (not $gateway.inferencePool.endpointPicker.name) }}{{ fail "gateway.inferencePool is enabled: name the Service of the endpoint picker in gateway.inferencePool.endpointPicker.name." }}{{ end -}}
 {{- end -}}

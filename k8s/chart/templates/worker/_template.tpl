@@ -21,16 +21,23 @@ spec:
   serviceAccountName: {{ include "laps-sd.name" (dict "root" $root "pool" nil "component" "worker") }}
   automountServiceAccountToken: false
   enableServiceLinks: false
-  {{- include "laps-sd.podSecurity" . | nindent 2 }}
+  {{- include "laps-sd.podSecurity" $root | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "laps-sd.gracePeriod" $values }}
   {{- with $values.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
   {{- include "laps-sd.placement" $self | nindent 2 }}
-  {{- if or $pool.target.repo $pool.draft.repo }}
+  {{- if or $pool.target.repo $pool.draft.repo $values.initContainers }}
   initContainers:
-    {{- range $role := list "target" "draft" }}
-    {{- if (get $pool $role).repo }}
+    {{- with $values.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- $roles := list }}
+    {{- range $role := list "target" "draft" }}{{ if (get $pool $role).repo }}{{ $roles = append $roles $role }}{{ end }}{{ end }}
+    {{- if eq $pool.download "job" }}
+    {{- include "laps-sd.awaitModels" (dict "root" $root "pool" $pool "roles" $roles "image" $image) | nindent 4 }}
+    {{- else }}
+    {{- range $role := $roles }}
     {{- include "laps-sd.download" (dict "root" $root "pool" $pool "role" $role "image" $image) | nindent 4 }}
     {{- end }}
     {{- end }}
@@ -79,11 +86,12 @@ spec:
         - name: HOME
           value: {{ ternary "/cache" "/tmp" $vllm }}
         {{- include "laps-sd.settings" $values.settings | nindent 8 }}
+        {{- include "laps-sd.extraEnv" $values | nindent 8 }}
       ports:
         - {name: health, containerPort: 50050}
         - {name: metrics, containerPort: 9090}
       {{- include "laps-sd.probes" (dict "ready" "readiness" "started" (ternary "engine" "liveness" $vllm) "seconds" (include "laps-sd.startupSeconds" $values)) | nindent 6 }}
-      {{- include "laps-sd.containerSecurity" . | nindent 6 }}
+      {{- include "laps-sd.containerSecurity" $root | nindent 6 }}
       resources:
         {{- with $values.resources }}
         {{- toYaml . | nindent 8 }}
@@ -95,6 +103,7 @@ spec:
           {{- end }}
         {{- end }}
       volumeMounts:
+        {{- include "laps-sd.extraVolumeMounts" $values | nindent 8 }}
         - {name: tmp, mountPath: /tmp}
         - {name: shared-memory, mountPath: /dev/shm}
         - {name: schedulers, mountPath: /etc/laps-sd/schedulers, readOnly: true}
@@ -108,6 +117,7 @@ spec:
         - {name: link-tls, mountPath: /etc/laps-sd/link-tls, readOnly: true}
         {{- end }}
   volumes:
+    {{- include "laps-sd.extraVolumes" $values | nindent 4 }}
     - name: tmp
       emptyDir: {}
     - name: shared-memory

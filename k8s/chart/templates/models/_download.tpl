@@ -1,0 +1,100 @@
+{{/* Models with a `repo`: each pod downloads them, or one Job does. */}}
+
+{{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, only (files, or
+     empty for all but weights that the engine does not read: drafts of vLLM are often published as pytorch_model.bin alone). */}}
+{{- define "laps-sd.download" -}}
+{{- $model := get .pool .role -}}
+- name: {{ .role }}-download
+  image: {{ .image }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command:
+    - hf
+    - download
+    - {{ $model.repo | quote }}
+    {{- if .only }}
+    {{- range .only }}
+    - {{ . }}
+    {{- end }}
+    {{- else }}
+    {{- if not (and (eq .role "draft") (eq .pool.workers.engine "vllm")) }}
+    - --exclude
+    - "*.bin"
+    {{- end }}
+    - --exclude
+    - "*.pth"
+    - --exclude
+    - "original/*"
+    {{- end }}
+    {{- with $model.revision }}
+    - --revision
+    - {{ . | quote }}
+    {{- end }}
+    - --local-dir
+    - /models/{{ include "laps-sd.modelFolder" $model }}
+  env:
+    - name: HF_HOME
+      value: /tmp/huggingface
+    {{- with .pool.huggingFaceEndpoint }}
+    - name: HF_ENDPOINT
+      value: {{ . | quote }}
+    {{- end }}
+    {{- with .pool.huggingFaceTokenSecret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: {{ . }}, key: token}
+    {{- end }}
+  {{- include "laps-sd.containerSecurity" .root | nindent 2 }}
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+    limits: {memory: 2Gi}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+    - {name: tmp, mountPath: /tmp}
+{{- end -}}
+
+{{/* Folder of a model below /models. Argument: {repo, revision} or {path}. */}}
+{{- define "laps-sd.modelFolder" -}}
+{{- if .path }}{{ .path }}{{ else if .repo }}{{ .repo | replace "/" "--" }}{{ with .revision }}-{{ . }}{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* File that the Job writes when a model is whole. Argument: {repo, revision}. */}}
+{{- define "laps-sd.modelWhole" -}}
+/models/.laps-sd-{{ include "laps-sd.modelFolder" . }}-is-whole
+{{- end -}}
+
+{{/* Init container that waits until the Job has downloaded. Arguments: root, roles (of the models), pool, image. */}}
+{{- define "laps-sd.awaitModels" -}}
+- name: await-models
+  image: {{ .image }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command:
+    - sh
+    - -c
+    - |
+      {{- range $role := .roles }}
+      {{- $model := get $.pool $role }}
+      until [ -e {{ include "laps-sd.modelWhole" $model }} ]; do echo 'the Job has not downloaded {{ $model.repo }} yet'; sleep 10; done
+      {{- end }}
+  {{- include "laps-sd.containerSecurity" .root | nindent 2 }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  volumeMounts:
+    - {name: models, mountPath: /models, readOnly: true}
+{{- end -}}
+
+{{/* Refusals. Arguments: root, pool, where. */}}
+{{- define "laps-sd.validateDownload" -}}
+{{- if eq .pool.download "job" -}}
+{{- $some := false -}}
+{{- range $role := list "target" "draft" -}}
+{{- $model := get $.pool $role -}}
+{{- if $model.repo -}}
+{{- $some = true -}}
+{{- if not $model.revision }}{{ fail (printf "download of %s is job, and %s has no revision: name the commit, so that all pods have the same files and a new one gets a folder of its own." $.where $role) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if not $some }}{{ fail (printf "download of %s is job, and neither target nor draft has a repo to download." .where) }}{{ end -}}
+{{- if not .pool.modelVolume.persistentVolumeClaim }}{{ fail (printf "download of %s is job, which fills a claim that all pods mount: give modelVolume.persistentVolumeClaim." .where) }}{{ end -}}
+{{- end -}}
+{{- end -}}
