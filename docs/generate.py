@@ -26,7 +26,7 @@ import worker_svc.metrics
 from gateway.api.vllm_metrics import SAME
 from gateway.settings import GatewaySettings
 from laps_sd.cli.app import app
-from laps_sd.service import config
+from laps_sd.service import certificates, config
 from laps_sd.service.metrics import SECONDS, TOKENS
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import UNTESTED_VARIABLE
@@ -164,7 +164,8 @@ def metrics_page() -> str:
         "and `x_count`. No label is a request id, and a tenant is a label only if",
         "[the file of keys](how-to/tenants.md) names it.",
     ]
-    for title, _, _, module in SERVICES:
+    modules = [(title, module) for title, _, _, module in SERVICES]
+    for title, module in [*modules, ("All services", certificates)]:
         lines += ["", f"## {title}", ""]
         lines += table(("metric", "type", "labels", "meaning"), (metric_row(m) for m in metrics_of(module)))
     lines += vllm_names()

@@ -15,6 +15,7 @@ from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from laps_sd.errors import StartupError
+from laps_sd.service.certificates import expose_expiry
 from laps_sd.service.hub import local_model
 from laps_sd.service.interceptor import OPEN_METHODS
 from laps_sd.service.log import get_logger
@@ -75,6 +76,7 @@ class GatewayApp:
             REGISTRY.register(self._vllm_metrics)
         try:
             await self.app.start()
+            expose_expiry("link", self.calls.settings.link_tls_cert)
             if self.http is not None:
                 await self.http.start()
         except StartupError:  # one of the two ports may be open

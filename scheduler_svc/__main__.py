@@ -7,6 +7,7 @@ import time
 
 from laps_sd.errors import StartupError
 from laps_sd.keda import externalscaler_pb2_grpc
+from laps_sd.service.certificates import expose_expiry
 from laps_sd.service.log import get_logger
 from laps_sd.service.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
@@ -60,6 +61,7 @@ async def serve(settings: SchedulerSettings) -> None:
     app.names += ["laps_sd.v1.GatewayLink", "laps_sd.v1.WorkerLink", "laps_sd.v1.Admin"]
     app.names.append("externalscaler.ExternalScaler")
     await app.start()
+    expose_expiry("redis", settings.redis_tls_cert)
     if not leadership.address:
         host = "127.0.0.1" if settings.grpc_host in ("0.0.0.0", "::") else settings.grpc_host  # noqa: S104
         leadership.address = f"{host}:{app.port}"

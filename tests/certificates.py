@@ -25,7 +25,7 @@ def write_certificates(folder: Path) -> Path:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder.mkdir(parents=True, exist_ok=True)
-    _openssl(
+    openssl(
         folder,
         "req",
         "-x509",
@@ -52,10 +52,10 @@ def certificate(folder: Path, common_name: str, *alternatives: str) -> Tls:
     """
     name = common_name.replace(" ", "-")
     request = ("-keyout", f"{name}.key", "-out", f"{name}.request", "-subj", f"/CN={common_name}")
-    _openssl(folder, "req", *_KEY, *request)
+    openssl(folder, "req", *_KEY, *request)
     (folder / "extra").write_text(f"subjectAltName={','.join(alternatives)}" if alternatives else "")
     signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extra")
-    _openssl(folder, "x509", "-req", "-in", f"{name}.request", *signed, "-out", f"{name}.pem")
+    openssl(folder, "x509", "-req", "-in", f"{name}.request", *signed, "-out", f"{name}.pem")
     return Tls(ca=folder / "ca.pem", cert=folder / f"{name}.pem", key=folder / f"{name}.key")
 
 
@@ -107,5 +107,7 @@ def behind_tls(port: int, tls: Tls) -> Iterator[int]:
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def _openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+def openssl(folder: Path, *arguments: str) -> str:
+    """Run openssl in a folder; returns what it prints."""
+    done = subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from laps_sd.errors import StartupError
+from laps_sd.service.certificates import expose_expiry
 from laps_sd.service.log import get_logger
 from laps_sd.service.serving import ServiceApp, main
 from worker_svc import metrics
@@ -31,6 +32,7 @@ async def serve(settings: WorkerSettings) -> None:
     app = ServiceApp("worker", settings)
     app.own_names.append(ENGINE)
     await app.start()
+    expose_expiry("link", settings.link_tls_cert)
     link: SchedulerLink | None = None
     failure: StartupError | None = None
 

@@ -74,6 +74,7 @@ from gateway.calls.validation import check_model
 from gateway.links.shards import Shards
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, LapsSdError, StartupError, Unavailable
+from laps_sd.service.certificates import ServedCertificate
 from laps_sd.service.log import get_logger
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.service.serving import ServiceApp
@@ -170,18 +171,8 @@ class HttpServer:
 
     def _tls(self) -> ssl.SSLContext | None:
         """Return the TLS context with the certificates of the gRPC port; None without TLS."""
-        settings = self._calls.settings
-        if settings.tls_cert is None:
-            return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(settings.tls_cert, settings.tls_key)
-            if settings.tls_client_ca is not None:
-                context.load_verify_locations(settings.tls_client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # ssl.SSLError too
-            raise StartupError(f"The TLS files of the HTTP port cannot be used: {error}.") from error
-        return context
+        tls = self._calls.settings.tls
+        return None if tls is None else ServedCertificate(tls).ssl_context()
 
     # ---- middleware
 

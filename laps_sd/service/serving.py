@@ -51,6 +51,7 @@ from grpc_reflection.v1alpha import reflection
 from laps_sd.errors import StartupError
 from laps_sd.service import log as logging
 from laps_sd.service import metrics
+from laps_sd.service.certificates import ServedCertificate, expose_expiry
 from laps_sd.service.config import ConfigError, load, unknown
 from laps_sd.service.interceptor import MAX_OPEN_MESSAGE_BYTES, OPEN_METHODS, Authorize, CallGuard
 from laps_sd.service.serving_settings import ServingSettings
@@ -137,6 +138,7 @@ class ServiceApp:
             await self._health.set(name, NOT_SERVING)
         await self._publish(NOT_SERVING)
         self.port = self._bind(self.server, self.settings.grpc_port, "gRPC", self.settings.tls)
+        expose_expiry("server", self.settings.tls_cert)
         if self.settings.health_port is not None:
             # Not counted by the guard: a watch of health never ends by itself.
             self._health_server = grpc.aio.server(options=server_options(MAX_OPEN_MESSAGE_BYTES))
@@ -161,7 +163,7 @@ class ServiceApp:
             _probe(host, port)
             if tls is None:
                 return int(server.add_insecure_port(address))
-            return int(server.add_secure_port(address, tls.server_credentials()))
+            return int(server.add_secure_port(address, ServedCertificate(tls).grpc_credentials()))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise StartupError(

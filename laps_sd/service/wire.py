@@ -94,16 +94,6 @@ class Tls:
     server_name: str = ""
     """Name that the server's certificate must have, if it is not the host of the address that is dialled."""
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return a listener's credentials; with `ca`, clients must show a certificate of it (mutual TLS)."""
-        cert, key = _read(self.cert), _read(self.key)
-        assert cert is not None and key is not None, "a listener has a certificate"
-        return grpc.ssl_server_credentials(
-            [(key, cert)],
-            root_certificates=_read(self.ca),
-            require_client_auth=self.ca is not None,
-        )
-
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of a dialler; without `ca` the system's roots verify the server."""
         return grpc.ssl_channel_credentials(

@@ -39,6 +39,9 @@ OF_THE_SCRAPE = {"namespace", "laps_sd_dev_pool", "laps_sd_dev_shard", "pod"}
 VALUES = {"end": {end.value for end in End}, "code": {code.name for code in grpc.StatusCode}}
 """Values of the labels that an expression may compare."""
 
+WITH_CERTIFICATES = {"laps_sd_certificate_expiry_timestamp_seconds": ("gauge", {"use"})}
+"""What a system exposes only if it has certificates (tests/shared/test_certificates.py)."""
+
 SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 GROUPS = re.compile(r"\b(?:by|on|ignoring|without) \(([^)]*)\)")
@@ -90,7 +93,7 @@ def running() -> Iterator[Running]:
 
 def scrape(stack: LocalStack) -> dict[str, tuple[str, set[str]]]:
     """Type and labels of each sample's name."""
-    found: dict[str, tuple[str, set[str]]] = {}
+    found: dict[str, tuple[str, set[str]]] = dict(WITH_CERTIFICATES)
     for component in ("gateway", "scheduler", "worker"):
         with urllib.request.urlopen(stack.metrics_url(component), timeout=10) as reply:
             for family in text_string_to_metric_families(reply.read().decode()):
