@@ -272,7 +272,8 @@ def draw_overview(path: Path, results: Mapping[str, Any], source: str = "") -> N
 # -- autoscaling ----------------------------------------------------------------------------------------------------------
 
 SIGNALS = {
-    "backlog": ("#c1121f", "backlog: machine seconds (laps_sd_backlog_seconds)"),
+    "load": ("#c1121f", "arriving load, and backlog (KEDA)"),
+    "backlog": ("#f4a261", "backlog alone: machine seconds"),
     "requests": ("#1565c0", "unfinished requests"),
     "queue": ("#64b5f6", "requests that wait"),
     "utilisation": ("#9ccc65", "utilisation"),

@@ -65,6 +65,12 @@ POOL_BACKLOG = gauge(
     " if there were one); read every second. Autoscaling keeps this near its target.",
     ["pool"],
 )
+ARRIVING = gauge(
+    "laps_sd_arriving_load",
+    "Workers that the arriving work keeps busy: machine seconds per second by the estimates, over about two minutes;"
+    " read every second. Autoscaling adds workers by it before a queue is there.",
+    ["pool"],
+)
 ROUNDS = counter(
     "laps_sd_scheduler_rounds_total",
     "Rounds reported by workers. A report that is sent again counts again, here and in the next three.",
@@ -175,13 +181,14 @@ def observe_estimates(judged: Iterable[Judged]) -> None:
         ESTIMATES_COVERED.labels(*labels).inc(one.covered)
 
 
-def observe_queue(core: Scheduler, pool: str) -> float:
+def observe_queue(core: Scheduler, pool: str, now_s: float) -> float:
     """Set the gauges from the core. Returns the share of KV blocks in use."""
     for level, depth in enumerate(core.depth_by_level()):
         QUEUE_DEPTH.labels(str(level)).set(depth)
     views, backlog_s = core.workers(), core.totals().backlog_s
     WORKERS.set(len(views))
     BACKLOG.set(backlog_s)
+    ARRIVING.labels(pool).set(core.arriving_load(now_s))
     POOL_BACKLOG.labels(pool).set(backlog_s / max(1, len(views)))
     blocks = sum(view.target_blocks for view in views if view.up)
     free = sum(view.free_target_blocks for view in views if view.up)

@@ -18,15 +18,17 @@ from scheduler_svc.core.events import Event, WorkerDraining, WorkerUp
 from simulator.cluster import Cluster
 from simulator.machine import Machine
 
-Signal = Literal["backlog", "requests", "queue", "utilisation", "fixed"]
-SIGNALS: tuple[Signal, ...] = ("backlog", "requests", "queue", "utilisation", "fixed")
+Signal = Literal["load", "backlog", "requests", "queue", "utilisation", "fixed"]
+SIGNALS: tuple[Signal, ...] = ("load", "backlog", "requests", "queue", "utilisation", "fixed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
     """Signal and parameters of the scaling. Times in seconds; the defaults are Kubernetes' own.
 
-    `signal`, with `target` per pod: `backlog`, machine seconds that all unfinished requests still need by the
+    `signal`, with `target` per pod: `load`, the workers that the arriving work keeps busy
+    (`laps_sd_arriving_load`), and beside it the backlog with `backlog_target_s`: two metrics, of which Kubernetes takes the
+    one that asks for more pods; `backlog`, machine seconds that all unfinished requests still need by the
     core's estimates, the value of `laps_sd_backlog_seconds` and of the external scaler; `requests`, the
     number of unfinished requests; `queue`, the number of unfinished requests that do not run; `utilisation`,
     the share of the time since the last look that ready pods spent in rounds. `fixed`: always `target` pods.
@@ -34,6 +36,8 @@ class Scaling:
 
     signal: Signal
     target: float
+    backlog_target_s: float = 20.0
+    """Target of the backlog beside `load`."""
     least: int = 1
     most: int = 16
     start_s: float = 60.0
@@ -50,6 +54,8 @@ class Scaling:
             raise ValueError(f"signal must be one of {', '.join(SIGNALS)}, not {self.signal!r}")
         if not 0 < self.target < math.inf:
             raise ValueError(f"target must be more than 0, not {self.target}")
+        if not 0 < self.backlog_target_s < math.inf:
+            raise ValueError(f"backlog_target_s must be more than 0, not {self.backlog_target_s}")
         if not 1 <= self.least <= self.most:
             raise ValueError("least must be from 1 to most")
 
@@ -64,14 +70,23 @@ class Look:
     """Number of these pods that accept work."""
     value: float
     """Value of the metric: of the whole pool; for `utilisation`, the mean over ready pods."""
+    backlog_s: float = 0.0
+    """Value of the second metric, of the signal `load`."""
 
 
 def desired_by_average(scaling: Scaling, look: Look) -> int:
-    """Return the pod count by a metric of the whole pool (type External or Object, AverageValue)."""
-    usage_ratio = look.value / (scaling.target * look.wanted)
+    """Return the pod count by metrics of the whole pool (type External or Object, AverageValue): the largest one."""
+    metrics = [(look.value, scaling.target)]
+    if scaling.signal == "load":
+        metrics.append((look.backlog_s, scaling.backlog_target_s))
+    return max(_by_average(value, target, scaling, look) for value, target in metrics)
+
+
+def _by_average(value: float, target: float, scaling: Scaling, look: Look) -> int:
+    usage_ratio = value / (target * look.wanted)
     if abs(1.0 - usage_ratio) <= scaling.tolerance:
         return look.wanted
-    return math.ceil(look.value / scaling.target)
+    return math.ceil(value / target)
 
 
 def desired_by_utilisation(scaling: Scaling, look: Look) -> int:
@@ -176,6 +191,8 @@ class Pods:
         totals = self._cluster.scheduler.totals()
         value = 0.0
         match self._scaling.signal:
+            case "load":
+                value = self._cluster.scheduler.arriving_load(now_s)
             case "backlog":
                 value = totals.backlog_s
             case "requests":
@@ -184,7 +201,7 @@ class Pods:
                 value = totals.queued + totals.listed - totals.running
             case "utilisation" if ready:
                 value = sum(self._busy_share(name, pod) for name, pod in ready.items()) / len(ready)
-        return Look(self._wanted, len(ready), value)
+        return Look(self._wanted, len(ready), value, totals.backlog_s)
 
     def _busy_share(self, name: str, pod: _Pod) -> float:
         busy_s = self._cluster.busy_s(name)

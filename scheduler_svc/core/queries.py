@@ -125,8 +125,7 @@ def depth_by_level(shard: Shard) -> list[int]:
 def totals(shard: Shard, priors: Priors) -> Totals:
     """Return the shard in numbers."""
     queued = len(shard.queued) + len(shard.parked) + len(shard.suspects)
-    slots = [worker.slots for worker in shard.workers.values() if worker.facts is not None]
-    full = priors.cost.full_share(sum(slots) / len(slots)) if slots else 1.0
+    full = _full_share(shard, priors)
     return Totals(
         queued=queued,
         listed=len(shard.requests) - queued,
@@ -134,6 +133,19 @@ def totals(shard: Shard, priors: Priors) -> Totals:
         backlog_s=max(0.0, shard.backlog_s) * full,
         preemptions=shard.preemptions,
     )
+
+
+def arriving_load(shard: Shard, priors: Priors, now_s: float) -> float:
+    """Return the machine seconds of work that arrive per second, if all slots were taken: the number of workers that the
+    load keeps busy.
+    """
+    return shard.arriving.per_s(now_s) * _full_share(shard, priors)
+
+
+def _full_share(shard: Shard, priors: Priors) -> float:
+    """Return the share of a worker's time that a request takes where all slots are taken."""
+    slots = [worker.slots for worker in shard.workers.values() if worker.facts is not None]
+    return priors.cost.full_share(sum(slots) / len(slots)) if slots else 1.0
 
 
 def _ahead_of(shard: Shard, request: Request) -> Ahead:

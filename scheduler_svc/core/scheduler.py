@@ -176,6 +176,10 @@ class Scheduler:
         """Return the shard in numbers."""
         return queries.totals(self._shard, self.priors)
 
+    def arriving_load(self, now_s: float) -> float:
+        """Return the number of workers that the arriving work keeps busy, by the estimates, over about two minutes."""
+        return queries.arriving_load(self._shard, self.priors, now_s)
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken; for tests."""
         self._shard.check()

@@ -18,6 +18,7 @@ from scheduler_svc.store.store import Store
 FOLLOW_CLOCK_S = 10.0
 """Seconds between two comparisons of the leader's clock with that of the record's server."""
 MEAN_REQUEST_S = "mean_request_s"
+ARRIVING_LOAD = "arriving_load"
 """Key in the record, stored with what the policy has learnt: machine seconds that an unfinished request still
 needs on average.
 """
@@ -107,6 +108,8 @@ class Chores:
         learnt = self._core.priors.to_dict()
         if self._mean_request_s is not None:
             learnt[MEAN_REQUEST_S] = self._mean_request_s
+        if load := round(self._core.arriving_load(self._clock()), 3):
+            learnt[ARRIVING_LOAD] = load
         blob = json.dumps(learnt, separators=(",", ":"))
         if blob == self._saved_priors and not self._outage.on:
             return  # in an outage it is written all the same, which shows whether the outage is over

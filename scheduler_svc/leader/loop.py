@@ -365,7 +365,7 @@ class Loop:
 
     def _observe_queue(self, turn: Turn) -> None:
         self._rounds.hurry_late(turn.now_s, OBSERVE_S)
-        self._kv_usage = metrics.observe_queue(self.core, self.settings.pool)
+        self._kv_usage = metrics.observe_queue(self.core, self.settings.pool, turn.now_s)
         self.timers.at(turn.now_s + OBSERVE_S, self._observe_queue)
         self._chores.each_second(turn)
 

@@ -1,14 +1,17 @@
-"""The amount of waiting work, for an autoscaler: KEDA's ExternalScaler, answered by a leader and by a
-standby.
+"""How many workers a pool needs, for an autoscaler: KEDA's ExternalScaler, answered by a leader and by a standby.
 
-The metric is machine seconds: the estimated remaining time of all unfinished requests of the pool. With a
-target of T seconds per worker, Kubernetes starts `backlog / T` workers, rounded up: with these the queue
-would be empty within T seconds. From zero the queue itself starts the first worker: requests are accepted and
-wait while none exists.
+There are two metrics, and Kubernetes takes the one that asks for more workers:
 
-A leader reads its core. A standby counts the unfinished requests in the record and multiplies their number by
-the mean of one request when its leader last saved what it had learnt (our choice: exact enough for the
-seconds of a takeover, and one small read).
+    load      workers that the arriving work keeps busy: machine seconds per second over about two minutes. With a target
+              of 0.9 each worker has work for 90 % of its time. It is there before a queue is.
+    backlog   machine seconds that all unfinished requests still need. With a target of T seconds there are workers for a
+              queue to be empty within T seconds: it follows bursts.
+
+From zero the queue itself starts the first worker: requests are accepted and wait while none exists.
+
+A leader reads its core. A standby counts the unfinished requests in the record, multiplies their number by the mean of one
+request, and reports the load, both as its leader last saved them (our choice: exact enough for the seconds of a takeover, and
+two small reads).
 """
 
 from __future__ import annotations
@@ -23,14 +26,21 @@ from typing import Any
 from laps_sd.errors import InvalidArgument, Unavailable
 from laps_sd.keda import externalscaler_pb2 as pb
 from laps_sd.keda import externalscaler_pb2_grpc
-from scheduler_svc.leader.chores import MEAN_REQUEST_S
+from scheduler_svc.leader.chores import ARRIVING_LOAD, MEAN_REQUEST_S
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.store.errors import StoreUnavailable
 
 __all__ = ["ExternalScaler"]
 
-DEFAULT_TARGET_S = 30.0
-"""Machine seconds of work per worker, where the trigger names none."""
+DEFAULT_TARGET_LOAD = 0.9
+"""Share of a worker's time that arriving work may take, where the trigger names none: chosen by `laps-sd bench autoscale`."""
+DEFAULT_TARGET_S = 20.0
+"""Machine seconds of work per worker, where the trigger names none; as chosen."""
+LEAST_TARGET = 0.001
+"""KEDA writes targets in thousandths."""
+METADATA = ("pool", "targetLoad", "targetBacklogSeconds")
+OF_KEDA = ("scalerAddress", "enableTLS", "unsafeSsl", "caCert", "tlsClientCert", "tlsClientKey")
+"""What KEDA itself reads from the metadata, and passes on."""
 UNKNOWN_REQUEST_S = 1.0
 """Machine seconds of one request before anything was learnt of the pool's requests: our choice."""
 LOOK_S = 1.0
@@ -48,7 +58,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Any) -> pb.IsActiveResponse:
         """Return True if any request is unfinished."""
-        self._check_pool(request)
+        self._check_metadata(request)
         return pb.IsActiveResponse(result=await self._is_active())
 
     async def StreamIsActive(
@@ -57,7 +67,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         """Yield the present answer at once, and again whenever it changes. A record that is away does not end
         the stream: KEDA would wait before it connects again.
         """
-        self._check_pool(request)
+        self._check_metadata(request)
         reported: bool | None = None
         while not self._stopping.is_set():
             with contextlib.suppress(Unavailable):  # nothing new is known while the record is away
@@ -69,30 +79,46 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_S)
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Any) -> pb.GetMetricSpecResponse:
-        """Return the one metric; its target comes from the trigger's metadata."""
-        self._check_pool(request)
-        target_s = _target_s(request)
-        spec = pb.MetricSpec(
-            metricName=self._metric_name, targetSize=max(1, math.ceil(target_s)), targetSizeFloat=target_s
+        """Return both metrics; their targets come from the trigger's metadata."""
+        self._check_metadata(request)
+        targets = {
+            self._load_name: _target(request, "targetLoad", DEFAULT_TARGET_LOAD, most=1.0),
+            self._backlog_name: _target(request, "targetBacklogSeconds", DEFAULT_TARGET_S, most=1e6),
+        }
+        return pb.GetMetricSpecResponse(
+            metricSpecs=[
+                pb.MetricSpec(metricName=name, targetSize=max(1, math.ceil(target)), targetSizeFloat=target)
+                for name, target in targets.items()
+            ]
         )
-        return pb.GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
-        """Return the backlog in machine seconds."""
-        self._check_pool(request.scaledObjectRef)
-        backlog_s = await self._backlog_s()
-        value = pb.MetricValue(
-            metricName=request.metricName or self._metric_name,
-            metricValue=math.ceil(backlog_s),
-            metricValueFloat=backlog_s,
-        )
+        """Return the metric of this name; without a name, the backlog."""
+        self._check_metadata(request.scaledObjectRef)
+        name = request.metricName or self._backlog_name
+        if name not in (self._load_name, self._backlog_name):
+            raise InvalidArgument(
+                "metric_name", f"must be {self._load_name!r} or {self._backlog_name!r}, got {name[:80]!r}"
+            )
+        found = await (self._load() if name == self._load_name else self._backlog_s())
+        value = pb.MetricValue(metricName=name, metricValue=math.ceil(found), metricValueFloat=found)
         return pb.GetMetricsResponse(metricValues=[value])
 
     @property
-    def _metric_name(self) -> str:
+    def _load_name(self) -> str:
+        return f"laps-sd-load-{self._leadership.settings.pool}"
+
+    @property
+    def _backlog_name(self) -> str:
         return f"laps-sd-backlog-seconds-{self._leadership.settings.pool}"
 
-    def _check_pool(self, scaled: pb.ScaledObjectRef) -> None:
+    def _check_metadata(self, scaled: pb.ScaledObjectRef) -> None:
+        for key in scaled.scalerMetadata:
+            if key not in METADATA and key not in OF_KEDA:
+                raise InvalidArgument(
+                    "scalerMetadata",
+                    f"has {key[:80]!r}, which has no meaning here; there are: {', '.join(METADATA)}",
+                )
         wanted, own = scaled.scalerMetadata.get("pool", ""), self._leadership.settings.pool
         if wanted and wanted != own:
             raise InvalidArgument(
@@ -110,12 +136,22 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         if loop is not None:
             return loop.core.totals().backlog_s
         unfinished = await self._unfinished()
+        return unfinished * await self._saved(MEAN_REQUEST_S, UNKNOWN_REQUEST_S)
+
+    async def _load(self) -> float:
+        loop = self._leadership.loop
+        if loop is not None:
+            return loop.core.arriving_load(loop.clock())
+        return await self._saved(ARRIVING_LOAD, 0.0)
+
+    async def _saved(self, name: str, unknown: float) -> float:
+        """Return what the leader last saved under this name."""
         try:
             blob = await self._leadership.store.load_priors()
         except StoreUnavailable as error:
             raise _away(error) from error
         learnt = json.loads(blob) if blob else {}
-        return unfinished * float(learnt.get(MEAN_REQUEST_S, UNKNOWN_REQUEST_S))
+        return float(learnt.get(name, unknown))
 
     async def _unfinished(self) -> int:
         try:
@@ -124,20 +160,19 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
             raise _away(error) from error
 
 
-def _target_s(scaled: pb.ScaledObjectRef) -> float:
-    text = scaled.scalerMetadata.get("targetBacklogSeconds", "")
+def _target(scaled: pb.ScaledObjectRef, name: str, usual: float, *, most: float) -> float:
+    text = scaled.scalerMetadata.get(name, "")
     if not text:
-        return DEFAULT_TARGET_S
+        return usual
     try:
-        target_s = float(text)
+        target = float(text)
     except ValueError:
-        target_s = math.nan
-    if not 0.0 < target_s <= 1e6:
+        target = math.nan
+    if not LEAST_TARGET <= target <= most:
         raise InvalidArgument(
-            "scalerMetadata.targetBacklogSeconds",
-            f"must be a number of seconds, more than 0 and at most 1000000, got {text[:40]!r}",
+            f"scalerMetadata.{name}", f"must be a number from {LEAST_TARGET} to {most:.7g}, got {text[:40]!r}"
         )
-    return target_s
+    return target
 
 
 def _away(error: StoreUnavailable) -> Unavailable:

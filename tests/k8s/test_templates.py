@@ -111,6 +111,7 @@ FREE = {
     "initContainers",
     "topologySpreadConstraints",
     "parentRefs",
+    "extraTriggers",
 }
 """Maps whose keys are Kubernetes', vLLM's or the user's own."""
 

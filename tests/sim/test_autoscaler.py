@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
-from bench.autoscale import devices_for, frontier, main
+from bench.autoscale import GOALS, chosen_target, devices_for, frontier, main
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.rpc.autoscaling import DEFAULT_TARGET_LOAD, DEFAULT_TARGET_S
 from simulator.autoscaler import Autoscaler, Look, Pods, Scaling, desired_by_average, desired_by_utilisation
 from simulator.cluster import Cluster
 from simulator.jobs import Job
@@ -19,6 +22,7 @@ from simulator.outcome import Outcome
 
 BACKLOG = Scaling(signal="backlog", target=30.0)
 BUSY = Scaling(signal="utilisation", target=0.6)
+ROOT = Path(__file__).parents[2]
 MACHINE = Machine(slots=2)
 
 
@@ -83,7 +87,13 @@ def test_pods_are_added_four_at_a_time_or_twice_as_many():
 
 
 def test_a_scaling_that_makes_no_sense_is_refused():
-    for wrong in ({"signal": "noise"}, {"target": 0.0}, {"least": 0}, {"least": 5, "most": 2}):
+    for wrong in (
+        {"signal": "noise"},
+        {"target": 0.0},
+        {"backlog_target_s": 0.0},
+        {"least": 0},
+        {"least": 5, "most": 2},
+    ):
         with pytest.raises(ValueError, match="must be"):
             replace(BACKLOG, **wrong)
 
@@ -147,6 +157,26 @@ def test_one_that_has_not_started_goes_first_and_never_works():
     assert [fate.finished_s for fate in outcome.fates] == [fate.finished_s for fate in alone.fates]
 
 
+def test_the_load_keeps_the_workers_that_the_arrivals_need_while_no_queue_is_there():
+    """Work for two workers arrives, evenly: backlog and load both see it, and only the load before it waits."""
+    jobs = rush(600, 1.0, rounds=15)
+    scaling = Scaling(signal="load", target=0.8, most=8, start_s=5.0, down_window_s=30.0)
+
+    outcome, pods = run(jobs, scaling, first=4, check=True)
+
+    need = sum(MACHINE.service_s(job) for job in jobs) / jobs[-1].arrival_s
+    late = [count for when_s, count in pods.changes if when_s > 120.0] or [pods.changes[-1][1]]
+    assert all(need <= count <= need / 0.8 + 2.0 for count in late)
+    assert all(fate.finished_s > fate.job.arrival_s for fate in outcome.fates)
+
+
+def test_of_load_and_backlog_the_one_counts_that_asks_for_more():
+    scaling = Scaling(signal="load", target=0.5, backlog_target_s=10.0, most=100)
+
+    assert desired_by_average(scaling, Look(2, 2, value=2.0, backlog_s=5.0)) == 4
+    assert desired_by_average(scaling, Look(2, 2, value=0.5, backlog_s=65.0)) == 7
+
+
 # -- the benchmark --------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +227,25 @@ def test_the_benchmark_says_what_each_signal_costs_and_gives(tmp_path, capsys):
     one, two = points[2:]
     assert (one["devices"], two["devices"]) == (1.0, 2.0)
     assert one["mean_s"] >= two["mean_s"]
-    assert found["about"]["scaling"]["start_s"] == 60.0
+    assert found["about"]["scaling"]["start_s"] == 180.0
+
+
+def test_the_default_targets_are_those_that_the_benchmark_chose():
+    newest = max((ROOT / "bench" / "results").glob("*-autoscale.json"))
+    about = json.loads(newest.read_text(encoding="utf-8"))["about"]
+    values = yaml.safe_load((ROOT / "k8s" / "chart" / "values.yaml").read_text(encoding="utf-8"))
+    chart = values["poolDefaults"]["workers"]["autoscaling"]
+
+    assert chart["targetLoad"] == DEFAULT_TARGET_LOAD == about["chosen_target"]
+    assert chart["targetBacklogSeconds"] == DEFAULT_TARGET_S == about["scaling"]["backlog_target_s"]
+    rows = json.loads(newest.read_text(encoding="utf-8"))["rows"]
+    assert chosen_target(rows) == about["chosen_target"]
+    [ratio] = [
+        row["ratio_devices"]
+        for row in rows
+        if row["kind"] == "comparison" and (row["config"], row["figure"]) == ("requests", "p99_s")
+    ]
+    assert ratio <= GOALS["requests"]
 
 
 def test_a_signal_that_does_not_exist_is_named(capsys):

@@ -111,6 +111,12 @@
 {{- include "laps-sd.validateGpus" (dict "values" $workers "where" .where) -}}
 {{- include "laps-sd.validateVllm" (dict "pool" .pool "where" .where) -}}
 {{- $scaling := $workers.autoscaling -}}
+{{- if and $scaling.hpa (ne $scaling.keda "off") }}
+{{- fail (printf "autoscaling of %s has both hpa and keda: two autoscalers would fight over the number of workers. Give one." .where) }}
+{{- end -}}
+{{- if and $scaling.hpa (eq (int $scaling.minReplicas) 0) }}
+{{- fail (printf "autoscaling.minReplicas of %s is 0, and a HorizontalPodAutoscaler starts no first worker: give 1 or more, or use KEDA." .where) }}
+{{- end -}}
 {{- if ne $scaling.keda "off" -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas of %s must not be larger than maxReplicas." .where) }}

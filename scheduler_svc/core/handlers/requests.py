@@ -39,6 +39,7 @@ class Requests:
         request = Request(facts, guesses=self._guesses(facts), kept_estimates={})
         request.record_event(ledger.now_s, "arrived")
         self._enter(request)
+        self._shard.arriving.add(ledger.now_s, request.rank.remaining.mean_s)
         request.remember_estimate()
         ledger.rank(request)
 

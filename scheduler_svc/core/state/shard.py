@@ -19,6 +19,7 @@ from collections import Counter
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.rank import OrderKey, RankKey
+from scheduler_svc.core.state.arriving import ArrivingWork
 from scheduler_svc.core.state.caches import Caches
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.reserve import Reserve
@@ -53,6 +54,7 @@ class Shard:
         self.depth: Counter[int] = Counter()
         """Requests that do not run, by level."""
         self.backlog_s = 0.0
+        self.arriving = ArrivingWork()
         self.running = 0
         self.preemptions = 0
         self._reserved_share = reserved_share

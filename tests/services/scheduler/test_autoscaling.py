@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from laps_sd.keda import externalscaler_pb2 as pb
 from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.service.metrics import value
 from scheduler_svc.leader.chores import MEAN_REQUEST_S
+from scheduler_svc.rpc.autoscaling import DEFAULT_TARGET_LOAD, DEFAULT_TARGET_S
 from tests.helpers import wait_until_async
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker
@@ -38,11 +40,20 @@ async def keda(address: str) -> AsyncIterator[Any]:
 
 
 async def backlog_s(stub: Any) -> float:
-    """Read the metric as KEDA does: by the name that the specification gave."""
-    (spec,) = (await stub.GetMetricSpec(scaled())).metricSpecs
-    reply = await stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=scaled(), metricName=spec.metricName))
+    return await read(stub, "backlog")
+
+
+async def load(stub: Any) -> float:
+    return await read(stub, "load")
+
+
+async def read(stub: Any, which: str) -> float:
+    """Read a metric as KEDA does: by the name that the specification gave."""
+    specs = (await stub.GetMetricSpec(scaled())).metricSpecs
+    (name,) = [spec.metricName for spec in specs if f"-{which}-" in spec.metricName]
+    reply = await stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=scaled(), metricName=name))
     (metric,) = reply.metricValues
-    assert metric.metricName == spec.metricName
+    assert metric.metricName == name
     assert metric.metricValue >= metric.metricValueFloat > metric.metricValue - 1 or metric.metricValue == 0
     return metric.metricValueFloat
 
@@ -51,12 +62,26 @@ async def test_the_specification_is_never_empty_and_names_the_target_in_both_for
     scheduler: SchedulerUnderTest,
 ) -> None:
     async with keda(scheduler.address) as stub:
-        (usual,) = (await stub.GetMetricSpec(scaled())).metricSpecs
-        (own,) = (await stub.GetMetricSpec(scaled(targetBacklogSeconds="12.5"))).metricSpecs
+        usual = (await stub.GetMetricSpec(scaled())).metricSpecs
+        own = (await stub.GetMetricSpec(scaled(targetLoad="0.55", targetBacklogSeconds="12.5"))).metricSpecs
 
-    assert (usual.targetSize, usual.targetSizeFloat) == (30, 30.0)
-    assert (own.targetSize, own.targetSizeFloat) == (13, 12.5)
-    assert own.metricName == "laps-sd-backlog-seconds-demo"
+    assert [(one.metricName, one.targetSize, one.targetSizeFloat) for one in usual] == [
+        ("laps-sd-load-demo", 1, DEFAULT_TARGET_LOAD),
+        ("laps-sd-backlog-seconds-demo", math.ceil(DEFAULT_TARGET_S), DEFAULT_TARGET_S),
+    ]
+    assert [(one.targetSize, one.targetSizeFloat) for one in own] == [(1, 0.55), (13, 12.5)]
+
+
+async def test_the_load_is_there_as_soon_as_requests_arrive_and_needs_no_worker(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    async with keda(scheduler.address) as stub, gateway(scheduler.address) as client:
+        assert await load(stub) == 0.0
+        await client.submit("r1")
+        one = await load(stub)
+        await client.submit("r2")
+
+        assert 0.0 < one < await load(stub)
 
 
 async def test_a_queue_without_a_worker_is_active_so_that_the_first_one_starts(
@@ -107,6 +132,7 @@ async def test_a_standby_answers_from_the_record(start: StartScheduler) -> None:
         assert (await stub.IsActive(scaled())).result is True
         assert leader.leadership.loop is not None
         assert await backlog_s(stub) == pytest.approx(leader.leadership.loop.core.totals().backlog_s)
+        assert 0.0 < await load(stub) <= 2.0 * await backlog_s(stub)
 
 
 async def test_before_anything_is_learnt_a_standby_counts_a_second_for_each_request(
@@ -125,10 +151,13 @@ async def test_before_anything_is_learnt_a_standby_counts_a_second_for_each_requ
     ("metadata", "said"),
     [
         ({"pool": "other"}, "scalerMetadata.pool must be 'demo', the pool of this scheduler, got 'other'"),
-        ({"targetBacklogSeconds": "soon"}, "targetBacklogSeconds must be a number of seconds"),
-        ({"targetBacklogSeconds": "0"}, "more than 0"),
-        ({"targetBacklogSeconds": "nan"}, "must be a number of seconds"),
-        ({"targetBacklogSeconds": "1e7"}, "at most 1000000"),
+        ({"targetBacklogSeconds": "soon"}, "targetBacklogSeconds must be a number from 0.001 to 1000000"),
+        ({"targetBacklogSeconds": "0"}, "must be a number from 0.001 to 1000000, got '0'"),
+        ({"targetBacklogSeconds": "0.0009"}, "must be a number from 0.001 to 1000000"),
+        ({"targetBacklogSeconds": "nan"}, "must be a number from 0.001 to 1000000"),
+        ({"targetBacklogSeconds": "1e7"}, "must be a number from 0.001 to 1000000"),
+        ({"targetLoad": "1.01"}, "targetLoad must be a number from 0.001 to 1, got '1.01'"),
+        ({"targetBacklogsSeconds": "5"}, "has 'targetBacklogsSeconds', which has no meaning here"),
     ],
 )
 async def test_a_trigger_that_makes_no_sense_is_told_why(
@@ -140,6 +169,24 @@ async def test_a_trigger_that_makes_no_sense_is_told_why(
 
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert said in (refused.value.details() or "")
+
+
+async def test_what_keda_reads_itself_is_no_matter(scheduler: SchedulerUnderTest) -> None:
+    async with keda(scheduler.address) as stub:
+        found = await stub.GetMetricSpec(scaled(scalerAddress="s:50052", enableTLS="true", unsafeSsl="false"))
+
+    assert len(found.metricSpecs) == 2
+
+
+async def test_a_metric_that_does_not_exist_is_refused(scheduler: SchedulerUnderTest) -> None:
+    async with keda(scheduler.address) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetMetrics(
+                pb.GetMetricsRequest(scaledObjectRef=scaled(), metricName="laps-sd-noise-demo")
+            )
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "must be 'laps-sd-load-demo' or 'laps-sd-backlog-seconds-demo'" in (refused.value.details() or "")
 
 
 async def test_the_gauge_is_the_backlog_per_worker(scheduler: SchedulerUnderTest) -> None:
