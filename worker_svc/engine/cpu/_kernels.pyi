@@ -2,10 +2,8 @@
 
 from typing import TypeAlias
 
-# weights, layers, hidden, inner, heads, kv_heads, size, embedding, tokens, turns, norm, head, head_bias, columns, half, epsilon, scale
-Decoder: TypeAlias = tuple[
-    int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, float, float
-]
+# weights, layers, hidden, inner, heads, kv_heads, size, embedding, tokens, turns, norm, head, half, epsilon, scale
+Decoder: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, float, float]
 Packed: TypeAlias = tuple[int, int, int, int, int, int]  # ids, rows, pieces, count, pool, pool_layer
 Choosing: TypeAlias = tuple[
     int, int, int, int, int, int
@@ -28,9 +26,7 @@ def attend(
     scale: float,
     /,
 ) -> None: ...
-def product(
-    x: int, rows: int, width: int, weight: int, bias: int, out: int, columns: int, half: int, /
-) -> None: ...
+def product(matrix: int, x: int, rows: int, out: int, /) -> None: ...
 def turn(
     qkv: int,
     pieces: int,

@@ -74,10 +74,11 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
 }
 
 static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[8];
-    if (!expects(count, 8) || !integers(given, n, 8)) return NULL;
+    int64_t n[4];
+    if (!expects(count, 4) || !integers(given, n, 4)) return NULL;
+    const Matrix *matrix = AT(const Matrix, n[0]);
     Py_BEGIN_ALLOW_THREADS
-    kernels->product(AT(const void, n[0]), n[1], n[2], AT(const void, n[3]), AT(const float, n[4]), AT(float, n[5]), n[6], (int)n[7]);
+    kernels->product(matrix, AT(const void, n[1]), n[2], AT(float, n[3]), 0, matrix->columns / PANEL);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -117,12 +118,12 @@ static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t 
 /* What comes as a tuple (_kernels.pyi) is a struct here. */
 
 static int decoder_of(PyObject *given, Decoder *decoder) {
-    int64_t n[15];
-    if (!integers_of(given, 17, n, 15)) return 0;
-    double epsilon = PyFloat_AsDouble(PyTuple_GetItem(given, 15)), scale = PyFloat_AsDouble(PyTuple_GetItem(given, 16));
+    int64_t n[13];
+    if (!integers_of(given, 15, n, 13)) return 0;
+    double epsilon = PyFloat_AsDouble(PyTuple_GetItem(given, 13)), scale = PyFloat_AsDouble(PyTuple_GetItem(given, 14));
     if (PyErr_Occurred()) return 0;
     *decoder = (Decoder){AT(const Weights, n[0]), n[1], n[2], n[3], n[4], n[5], n[6], AT(const void, n[7]), n[8], AT(const float, n[9]),
-                         AT(const float, n[10]), AT(const void, n[11]), AT(const float, n[12]), n[13], n[14], (float)epsilon, (float)scale};
+                         AT(const float, n[10]), AT(const Matrix, n[11]), n[12], (float)epsilon, (float)scale};
     return serves(decoder->heads, decoder->kv_heads, decoder->size);
 }
 
@@ -197,7 +198,7 @@ static PyObject *py_propose(PyObject *module, PyObject *const *given, Py_ssize_t
 static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL,
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
-    {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "x, rows, in, weight, bias or 0, out, columns, bfloat16?"},
+    {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "matrix, x, rows, out"},
     {"use", py_use, METH_O, "choose the best kernels of the kinds up to this one; returns which kind, 0: none"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
      "qkv, pieces, how many, heads, key/value heads, size, turns, pool, bfloat16?"},

@@ -30,19 +30,26 @@ typedef struct {
     float scale;
 } Layer;
 
-/* The weights of one decoder layer, those of products as `product` has them. As int64 in memory, one after another. What may be missing is NULL. */
+/* Kinds of weights; what they are multiplied with has the same type. */
+enum { FLOAT32, BFLOAT16 };
+
+/* The weights of a product, x @ weights.T + bias. As int64 in memory, one after another. What may be missing is NULL. */
 typedef struct {
-    const float *before; /* of the norm; may be missing, like all of norms and all biases */
-    const void *qkv;
-    const float *qkv_bias, *q_norm, *k_norm;
-    const void *out;
-    const float *out_bias, *between;
-    const void *gate_up;
-    const float *gate_up_bias;
-    const void *down;
-    const float *down_bias;
+    const void *weights; /* [panels, in, PANEL]; of bfloat16 [panels, in / 2, PANEL, 2] */
+    const float *bias;   /* [columns]; may be missing */
+    const void *scales;  /* of weights that have them; otherwise missing */
+    int64_t columns;     /* outputs, of whole panels */
+    int64_t in;          /* numbers of a row of x */
+    int64_t kind;
+} Matrix;
+_Static_assert(sizeof(Matrix) == 6 * sizeof(int64_t), "the caller writes six numbers per matrix");
+
+/* The weights of one decoder layer. As int64 in memory, one after another; weights of norms may be missing. */
+typedef struct {
+    const float *before, *q_norm, *k_norm, *between;
+    Matrix qkv, out, gate_up, down;
 } Weights;
-_Static_assert(sizeof(Weights) == 12 * sizeof(int64_t), "the caller writes twelve addresses per layer");
+_Static_assert(sizeof(Weights) == 28 * sizeof(int64_t), "the caller writes twenty-eight numbers per layer");
 
 /* A decoder: its weights, and what all its layers have in common. */
 typedef struct {
@@ -52,9 +59,7 @@ typedef struct {
     int64_t tokens;
     const float *turns; /* see `turn` */
     const float *norm;  /* weight of the last one; may be missing */
-    const void *head;   /* a product to logits */
-    const float *head_bias;
-    int64_t columns;
+    const Matrix *head; /* to logits */
     int64_t half; /* bfloat16 */
     float epsilon, scale;
 } Decoder;
@@ -99,7 +104,7 @@ _Static_assert(sizeof(Draft) == 4 * sizeof(int64_t), "the caller writes four num
 typedef struct {
     void (*attend)(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
                    int64_t kv_heads, const Layer *layer);
-    void (*product)(const void *x, int64_t rows, int64_t in, const void *w, const float *bias, float *out, int64_t columns, int half);
+    void (*product)(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first_panel, int64_t last_panel);
     void (*turn)(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
                  const float *turns, void *pool, int half);
     void (*add_norm)(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half);

@@ -33,6 +33,7 @@ PAIR = 2  # numbers in bfloat16 that are multiplied together
 PANEL = 32  # outputs of a product whose weights lie together
 PIECE_NUMBERS = 5  # of a piece in kernels.h
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of a matrix in kernels.h
 
 
 def serve(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -114,9 +115,13 @@ class Product:
             weight, bias = pad(weight, (0, 0, *behind)), None if bias is None else pad(bias, behind)
         panels = weight.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
         self._weight = panels.transpose(1, 2).contiguous()
-        self.weight_at = self._weight.data_ptr()
         self._bias = None if bias is None else bias.float().contiguous()
-        self.bias_at = _at(self._bias)
+        # A matrix of kernels.h, as numbers and in memory.
+        self.matrix = (
+            self._weight.data_ptr(), _at(self._bias), 0, self.columns, self.width, KINDS[self._weight.dtype],
+        )  # fmt: skip
+        self._matrix = array("q", self.matrix)
+        self.matrix_at = self._matrix.buffer_info()[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [..., out] of `x` [..., in], which has the weight's type."""
@@ -126,16 +131,7 @@ class Product:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.columns))
-        _kernels.product(
-            x.data_ptr(),
-            rows,
-            self.width,
-            self.weight_at,
-            self.bias_at,
-            out.data_ptr(),
-            self.columns,
-            self.half,
-        )
+        _kernels.product(self.matrix_at, x.data_ptr(), rows, out.data_ptr())
         return out[:, : self.outputs]
 
 
@@ -212,22 +208,23 @@ class Decoder:
         """
         hidden, inner = layers[0].out.columns, layers[0].down.width
         self._held = (embedding, layers, norm, head, turns)  # their memory
-        addresses = [
-            [
-                _at(one.before), one.qkv.weight_at, one.qkv.bias_at, _at(one.q_norm), _at(one.k_norm), one.out.weight_at, one.out.bias_at,
-                _at(one.between), one.gate_up.weight_at, one.gate_up.bias_at, one.down.weight_at, one.down.bias_at,
-            ]
+        weights = [
+            number
             for one in layers
+            for number in (
+                _at(one.before), _at(one.q_norm), _at(one.k_norm), _at(one.between),
+                *one.qkv.matrix, *one.out.matrix, *one.gate_up.matrix, *one.down.matrix,
+            )
         ]  # fmt: skip
-        self._weights = torch.tensor(addresses, dtype=torch.int64)
+        self._weights = array("q", weights)
         self._head, self._hidden = head, hidden
         self._row = (
             max((heads + 2 * kv_heads) * size, 2 * inner) + 2 * hidden + max(hidden, heads * size, inner)
         )
         self._scratch = torch.empty(0)
         self._decoder = (
-            self._weights.data_ptr(), len(layers), hidden, inner, heads, kv_heads, size, embedding.data_ptr(), embedding.shape[0],
-            turns.data_ptr(), _at(norm), head.weight_at, head.bias_at, head.columns, head.half, epsilon, scale,
+            self._weights.buffer_info()[0], len(layers), hidden, inner, heads, kv_heads, size, embedding.data_ptr(), embedding.shape[0],
+            turns.data_ptr(), _at(norm), head.matrix_at, head.half, epsilon, scale,
         )  # fmt: skip
 
     def __call__(

@@ -356,22 +356,29 @@ INLINE void multiply_rows(int half, int most, int panels, const word *x, int64_t
 }
 
 /* Few rows take more panels at a time, so that there are enough sums to work on at once. */
-INLINE void multiply_all(int half, const word *x, int64_t rows, int64_t in, const word *w, const float *bias, float *out,
-                         int64_t columns) {
-    int64_t panels = columns / PANEL, done = 0;
-    for (; rows <= WITH_4 && done + 4 <= panels; done += 4)
+INLINE void multiply_panels(int half, const Matrix *matrix, const word *x, int64_t rows, float *out, int64_t first, int64_t last) {
+    const int64_t in = half ? matrix->in / 2 : matrix->in, columns = matrix->columns;
+    const word *w = matrix->weights;
+    const float *bias = matrix->bias;
+    int64_t done = first;
+    for (; rows <= WITH_4 && done + 4 <= last; done += 4)
         multiply_rows(half, WITH_4, 4, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
-    for (; rows <= WITH_2 && done + 2 <= panels; done += 2)
+    for (; rows <= WITH_2 && done + 2 <= last; done += 2)
         multiply_rows(half, WITH_2, 2, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
-    for (; done < panels; done++)
+    for (; done < last; done++)
         multiply_rows(half, WITH_1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
 }
 
-STEP void product(const void *x, int64_t rows, int64_t in, const void *w, const float *bias, float *out, int64_t columns, int half) {
-    if (half)
-        multiply_all(1, x, rows, in / 2, w, bias, out, columns);
+/* The outputs of the panels [first, last): x [rows, in] of the weights' type, out [rows, columns]. */
+STEP void product(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last) {
+    if (matrix->kind == BFLOAT16)
+        multiply_panels(1, matrix, x, rows, out, first, last);
     else
-        multiply_all(0, x, rows, in, w, bias, out, columns);
+        multiply_panels(0, matrix, x, rows, out, first, last);
+}
+
+INLINE void whole_product(const Matrix *matrix, const void *x, int64_t rows, float *out) {
+    product(matrix, x, rows, out, 0, matrix->columns / PANEL);
 }
 
 /* ---- between products ---- */
@@ -503,7 +510,7 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
         if (weights - own->weights == copied->layer)
             for (int64_t i = 0; i < copied->count; i++)
                 memcpy(copied->to + i * hidden, x + copied->rows[i] * hidden, (size_t)hidden * sizeof(float));
-        product(narrow, rows, hidden, weights->qkv, weights->qkv_bias, wide, of_heads, half);
+        whole_product(&weights->qkv, narrow, rows, wide);
         if (weights->q_norm) norm_heads(wide, rows, of_heads, heads, size, weights->q_norm, own->epsilon);
         if (weights->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, weights->k_norm, own->epsilon);
         turn(wide, pieces, count, heads, kv_heads, size, own->turns, pool, half);
@@ -514,16 +521,16 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
             wanted = last_wanted;
         }
         attend(wide, of_heads, narrow, pieces, count, heads, kv_heads, &layer);
-        product(narrow, rows, heads * size, weights->out, weights->out_bias, y, hidden, half);
+        whole_product(&weights->out, narrow, rows, y);
         add_norm(x, y, weights->between, narrow, rows, hidden, own->epsilon, half);
-        product(narrow, rows, hidden, weights->gate_up, weights->gate_up_bias, wide, 2 * inner, half);
+        whole_product(&weights->gate_up, narrow, rows, wide);
         gated(wide, narrow, rows, inner, half);
-        product(narrow, rows, inner, weights->down, weights->down_bias, y, hidden, half);
+        whole_product(&weights->down, narrow, rows, y);
     }
     for (int64_t c = 0; c < rows * hidden; c += LANES) store(x + c, load(x + c) + load(y + c));
     for (int64_t i = 0; i < many; i++)
         add_norm(x + wanted[i] * hidden, NULL, own->norm, (char *)normed + i * hidden * bytes, 1, hidden, own->epsilon, half);
-    product(normed, many, hidden, own->head, own->head_bias, logits, own->columns, half);
+    whole_product(own->head, normed, many, logits);
     return 1;
 }
 
@@ -652,8 +659,8 @@ static int propose(const Decoder *decoder, const Packed *packed, const Draft *dr
     for (int64_t i = 0; i < many * depth; i++) proposed[i] = -1;
     for (int64_t step = 0; many; step++) {
         int64_t left = 0;
-        if (!forward(decoder, &now, wanted, many, scratch, scratch + many * decoder->columns, &nothing)) return 0;
-        choose(scratch, decoder->columns, many, choices, choosing, ids);
+        if (!forward(decoder, &now, wanted, many, scratch, scratch + many * decoder->head->columns, &nothing)) return 0;
+        choose(scratch, decoder->head->columns, many, choices, choosing, ids);
         for (int64_t i = 0; i < many; i++) {
             const Draft *draft = drafts + going[i];
             const Piece *piece = packed->pieces + draft->piece;
