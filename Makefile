@@ -179,12 +179,14 @@ test-compiled: compiled ## Run the tests of what is compiled against it
 	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" tests/core tests/sim tests/store tests/services/scheduler $(ARGS)
 
 SANITIZED := build/sanitized
+SANITIZER ?= address
 .PHONY: test-sanitized
-test-sanitized: setup ## Run the tests of the kernels in C with each access to memory checked (needs gcc)
+test-sanitized: setup ## Run the tests of the kernels in C with each access to memory checked (needs gcc); with SANITIZER=thread, for races
 	$(call copied,$(SANITIZED))
-	cd $(SANITIZED) && CC=gcc CFLAGS="-fsanitize=address -fno-omit-frame-pointer" .venv/bin/python setup.py --quiet build_ext --inplace
-	cd $(SANITIZED) && LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(CURDIR)/$(SANITIZED) \
-	  .venv/bin/python -m pytest -s tests/worker/test_kernels.py $(ARGS)
+	cd $(SANITIZED) && CC=gcc CFLAGS="-fsanitize=$(SANITIZER) -fno-omit-frame-pointer" .venv/bin/python setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD=$$(gcc -print-file-name=lib$(subst thread,t,$(subst address,a,$(SANITIZER)))san.so) \
+	  ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=die_after_fork=0 PYTHONPATH=$(CURDIR)/$(SANITIZED) \
+	  .venv/bin/python -m pytest -s tests/worker/test_kernels.py tests/worker/test_threads.py $(ARGS)
 
 .PHONY: coverage
 coverage: setup ## Measure lines and branches of the core, the store and the acceptance code that no test takes; there must be none

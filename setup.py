@@ -11,9 +11,20 @@ from setuptools import Extension, setup
 
 KERNELS = Extension(
     "worker_svc.engine.cpu._kernels",
-    [f"worker_svc/engine/cpu/kernels{part}.c" for part in ("", "_avx2", "_avx512", "_bf16")],
-    depends=["worker_svc/engine/cpu/kernels.h", "worker_svc/engine/cpu/kernels_body.h"],
-    extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
+    [
+        f"worker_svc/engine/cpu/{name}.c"
+        for name in ("kernels", "kernels_avx2", "kernels_avx512", "kernels_bf16", "threads")
+    ],
+    depends=[f"worker_svc/engine/cpu/{name}.h" for name in ("kernels", "kernels_body", "threads")],
+    extra_compile_args=[
+        "-O3",
+        "-std=gnu11",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wno-psabi",
+        "-pthread",
+    ],
+    extra_link_args=["-pthread"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
     optional=True,  # without a C compiler the worker computes the same with torch's operators

@@ -37,6 +37,7 @@ class Ours:
         from worker_svc.engine.options import LoadOptions
 
         sizes = LoadOptions(
+            threads=options.threads,
             dtype=options.dtype,
             slots=batch,
             blocks=modes * batch * blocks_needed(MAX_LENGTH, MAX_DRAFT_LEN, BLOCK_SIZE),

@@ -231,6 +231,7 @@ def turn(
         qkv.data_ptr(),
         pieces.data_ptr(),
         pieces.shape[0],
+        qkv.shape[0],
         heads,
         entries.shape[2],
         qkv.shape[2],

@@ -89,6 +89,13 @@ class SpeculativeEngine:
         self._sequences: dict[str, Sequence] = {}
 
     @property
+    def all_by_kernels(self) -> bool:
+        """True if both models are computed by `kernels`, from tokens to logits."""
+        return all(
+            model.all_by_kernels for model in (self._pair.target, self._pair.draft) if model is not None
+        )
+
+    @property
     def lengths(self) -> DraftLengths:
         """The choice of draft lengths, with what it has learnt."""
         return self.rounds.lengths

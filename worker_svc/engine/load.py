@@ -54,11 +54,12 @@ def load_engine(
         raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
     if draft_path is not None:
         check_tokenizers(target_path, draft_path)
+    kernels.use_threads(options.threads, options.cores)
     target = _model(target_path, "target", device, options, deterministic=deterministic)
     if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
-            f"multiples of {kernels.PANEL}, on one thread of an x86 CPU with AVX2 and without AMX; "
+            f"multiples of {kernels.PANEL}, on an x86 CPU with AVX2 and without AMX; "
             "leave the setting out, or use float32"
         )
     draft = None
@@ -79,7 +80,7 @@ def load_engine(
     )
     engine.facts = facts(
         _models(target_path, target, draft_path, draft, options.dtype),
-        _engine(target, draft, engine.options, deterministic=deterministic),
+        _engine(target, draft, options, engine.options, deterministic=deterministic),
         engine.capacity,
         bytes_per_token=sum(_bytes_per_token(model) for model in (target, draft) if model is not None),
     )
@@ -97,12 +98,19 @@ def _models(
 
 
 def _engine(
-    target: PackedModel, draft: PackedModel | None, options: EngineOptions, *, deterministic: bool
+    target: PackedModel,
+    draft: PackedModel | None,
+    asked: LoadOptions,
+    options: EngineOptions,
+    *,
+    deterministic: bool,
 ) -> str:
     device = str(target.device)
     if target.device.type == "cpu":
-        threads = torch.get_num_threads()
+        threads = asked.threads if target.all_by_kernels else torch.get_num_threads()
         device += ", 1 thread" if threads == 1 else f", {threads} threads"
+        if asked.cores:
+            device += f" on cores {', '.join(map(str, asked.cores))}"
     words = f"{device}; {target.path}"
     if draft is not None and draft.path != target.path:
         words += f"; the draft: {draft.path}"

@@ -14,6 +14,9 @@ class LoadOptions:
 
     # cpu, cuda or cuda:N
     device: str = "cpu"
+    # Threads of `kernels`, in this process; with `cores`, one of them for each thread to stay on.
+    threads: int = 1
+    cores: tuple[int, ...] = ()
     # float32, bfloat16 or float16
     dtype: str = "float32"
     # Requests per round, at most.

@@ -12,6 +12,7 @@ Choosing: TypeAlias = tuple[
 Copied: TypeAlias = tuple[int, int, int, int]  # layer, rows, count, to
 
 def use(most: int, /) -> int: ...
+def use_threads(threads: int, cores: tuple[int, ...], /) -> None: ...
 def attend(
     query: int,
     query_row: int,
@@ -31,6 +32,7 @@ def turn(
     qkv: int,
     pieces: int,
     count: int,
+    rows: int,
     heads: int,
     kv_heads: int,
     size: int,

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "kernels.h"
+#include "threads.h"
 
 /* Arguments are addresses and numbers, checked by the caller (kernels.py). */
 
@@ -59,6 +60,25 @@ static PyObject *py_use(PyObject *module, PyObject *most) {
     return PyLong_FromLong(kind);
 }
 
+/* Compute with so many threads from now on, those after the caller's on these cores if there are any. */
+static PyObject *py_use_threads(PyObject *module, PyObject *const *given, Py_ssize_t count) {
+    int cores[MOST_THREADS];
+    int64_t threads, core;
+    if (!expects(count, 2) || !integer(given[0], &threads)) return NULL;
+    if (threads < 1 || threads > MOST_THREADS || !PyTuple_Check(given[1])) {
+        PyErr_Format(PyExc_ValueError, "not 1 .. %d threads, and a tuple of cores", MOST_THREADS);
+        return NULL;
+    }
+    const Py_ssize_t pinned = PyTuple_Size(given[1]);
+    if (pinned && !integers_of(given[1], threads, &core, 1)) return NULL;
+    for (Py_ssize_t i = 0; i < pinned; i++) {
+        if (!integer(PyTuple_GetItem(given[1], i), &core)) return NULL;
+        cores[i] = (int)core;
+    }
+    use_threads(threads, pinned ? cores : NULL);
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[10];
     if (!expects(count, 11) || !integers(given, n, 10)) return NULL;
@@ -76,17 +96,17 @@ static PyObject *py_attend(PyObject *module, PyObject *const *given, Py_ssize_t 
 static PyObject *py_product(PyObject *module, PyObject *const *given, Py_ssize_t count) {
     int64_t n[4];
     if (!expects(count, 4) || !integers(given, n, 4)) return NULL;
-    const Matrix *matrix = AT(const Matrix, n[0]);
     Py_BEGIN_ALLOW_THREADS
-    kernels->product(matrix, AT(const void, n[1]), n[2], AT(float, n[3]), 0, matrix->columns / PANEL);
+    kernels->product(AT(const Matrix, n[0]), AT(const void, n[1]), n[2], AT(float, n[3]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *py_turn(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[9];
-    if (!expects(count, 9) || !integers(given, n, 9)) return NULL;
-    kernels->turn(AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], AT(const float, n[6]), AT(void, n[7]), (int)n[8]);
+    int64_t n[10];
+    if (!expects(count, 10) || !integers(given, n, 10)) return NULL;
+    kernels->turn(&(Turn){AT(float, n[0]), AT(const Piece, n[1]), n[2], n[3], n[4], n[5], n[6], NULL, NULL, AT(const float, n[7]), AT(void, n[8]), 0,
+                          (int)n[9]});
     Py_RETURN_NONE;
 }
 
@@ -200,8 +220,9 @@ static PyMethodDef methods[] = {
      "query, floats from row to row, out, pool, pieces, how many, heads, key/value heads, size, bfloat16?, scale"},
     {"product", (PyCFunction)(void (*)(void))py_product, METH_FASTCALL, "matrix, x, rows, out"},
     {"use", py_use, METH_O, "choose the best kernels of the kinds up to this one; returns which kind, 0: none"},
+    {"use_threads", (PyCFunction)(void (*)(void))py_use_threads, METH_FASTCALL, "threads, a core of each or nothing"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
-     "qkv, pieces, how many, heads, key/value heads, size, turns, pool, bfloat16?"},
+     "qkv, pieces, how many, rows, heads, key/value heads, size, turns, pool, bfloat16?"},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
     {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, weight or 0, out, rows, size, bfloat16?, epsilon"},
     {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size, bfloat16?"},

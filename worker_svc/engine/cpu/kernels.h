@@ -100,13 +100,24 @@ typedef struct {
 } Draft;
 _Static_assert(sizeof(Draft) == 4 * sizeof(int64_t), "the caller writes four numbers per draft");
 
+/* Queries and keys of packed rows on their way to attention. */
+typedef struct {
+    float *qkv; /* [rows, heads + 2 * kv_heads, size] */
+    const Piece *pieces;
+    int64_t count, rows, heads, kv_heads, size;
+    const float *q_norm, *k_norm; /* of heads; missing where there are none */
+    const float *turns;
+    void *pool;
+    float epsilon;
+    int half;
+} Turn;
+
 /* The kernels for one kind of machine; see kernels_body.h for their arguments. `half`: what is void is bfloat16, otherwise float. */
 typedef struct {
     void (*attend)(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
                    int64_t kv_heads, const Layer *layer);
-    void (*product)(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first_panel, int64_t last_panel);
-    void (*turn)(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
-                 const float *turns, void *pool, int half);
+    void (*product)(const Matrix *matrix, const void *x, int64_t rows, float *out);
+    void (*turn)(const Turn *step);
     void (*add_norm)(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half);
     void (*gated)(const float *both, void *out, int64_t rows, int64_t size, int half);
     int (*forward)(const Decoder *decoder, const Packed *packed, const int64_t *wanted, int64_t many, float *logits, float *scratch,

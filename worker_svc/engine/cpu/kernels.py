@@ -1,11 +1,11 @@
-"""Attention, products and the steps between them, in C (kernels_body.h): for one thread on the CPU, in single
-precision or bfloat16.
+"""Attention, products and the steps between them, in C (kernels_body.h): on threads of the CPU (threads.h), in
+single precision or bfloat16.
 
 In bfloat16 are the weights, their factors, and the KV pool; all sums are in single precision.
 
-The result of a row depends on its own sequence alone, bit for bit: not on other rows, their number, or the
-location of blocks. Where these kernels cannot be used (other devices, CPUs without AVX2, more threads, heads
-of odd sizes, no C compiler when the package was built), torch's operators are.
+The result of a row depends on its own sequence alone, bit for bit: not on other rows, their number, the
+location of blocks, or the number of threads. Where these kernels cannot be used (other devices, CPUs without
+AVX2, heads of odd sizes, no C compiler when the package was built), torch's operators are.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ USABLE = BUILT and _kernels.use(AVX512_BF16) > 0
 GRAIN = 16  # sizes of heads and of norms are multiples of it
 MOST_HEAD_SIZE = 256
 PAIR = 2  # numbers in bfloat16 that are multiplied together
+MOST_THREADS = 256
 PANEL = 32  # outputs of a product whose weights lie together
 PIECE_NUMBERS = 5  # of a piece in kernels.h
 DTYPES = (torch.float32, torch.bfloat16)
@@ -53,8 +54,6 @@ def why_not(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
         return f"they compute in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if head_size % GRAIN or head_size > MOST_HEAD_SIZE:
         return f"they take heads of a multiple of {GRAIN} numbers up to {MOST_HEAD_SIZE}, and a head has {head_size}"
-    if torch.get_num_threads() != 1:
-        return f"they take one thread, and LAPS_SD_THREADS is {torch.get_num_threads()}"
     return ""
 
 
@@ -68,8 +67,17 @@ def multiply(weight: torch.Tensor) -> bool:
         and not (
             weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         )  # torch has that multiply
-        and torch.get_num_threads() == 1
     )
+
+
+def use_threads(threads: int, cores: Sequence[int] = ()) -> None:
+    """Compute with so many threads from now on, 1 to MOST_THREADS, the caller's among them.
+
+    `cores`: one for each thread, which those after the caller's then stay on; empty: any. Bits are the same
+    for any number of threads. Threads that have started already stay where they are.
+    """
+    if BUILT:
+        _kernels.use_threads(threads, tuple(cores))
 
 
 def attend(query: torch.Tensor, entries: torch.Tensor, pieces: torch.Tensor, scale: float) -> torch.Tensor:

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "threads.h"
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -29,6 +30,12 @@ enum {
     VECTORS = PANEL / LANES
 };
 
+/* What a thread must have to do for a step to be worth another one: about a microsecond (our choice). */
+enum {
+    PRODUCTS_EACH = 1 << 15, /* multiplications of a product or of attention */
+    NUMBERS_EACH = 1 << 12   /* numbers that a step between products, or a choice, goes through */
+};
+
 /* What fits the registers, of which there are 32 with 16 numbers, 16 with 8: vectors of each of TOGETHER query rows whose weighted values are summed
    (WIDE), and rows of a product with 4, 2 and 1 panels at a time. */
 #if LANES == 16
@@ -38,7 +45,8 @@ enum { WIDE = 2, WITH_4 = 0, WITH_2 = 1, WITH_1 = 3 };
 #endif
 
 #define INLINE TARGET static inline __attribute__((always_inline))
-/* A step of a decoder: the same code for all who call it, so that it has the same bits alone and among others. */
+/* A step of a decoder: the same code for all who call it, so that it has the same bits alone and among others. Below each of them are the parts that the
+   threads of a team do of it (threads.h). */
 #ifdef __clang__
 #define STEP TARGET static __attribute__((noinline))
 #else
@@ -245,54 +253,101 @@ INLINE void attend_block(int rows, const float *const *query, void *out, const i
 }
 
 /* Read a context once in the order of its addresses, so that it lies in the cache when it is read head by head: memory is more than twice as fast
-   that way (measured on an AMD Zen 4: 25 against 11 GB/s), and prefetch instructions do not make up for it. */
-INLINE void read_ahead(const Piece *piece, const Layer *layer) {
-    int64_t count = piece->start + piece->tokens, most = READ_AHEAD / layer->row;
+   that way (measured on an AMD Zen 4: 25 against 11 GB/s), and prefetch instructions do not make up for it. Of the key/value heads [first, last). */
+INLINE void read_ahead(const Piece *piece, const Layer *layer, int64_t first, int64_t last) {
+    const int64_t count = piece->start + piece->tokens, most = READ_AHEAD / layer->row, head = layer->size * (layer->half ? 2 : 4);
     floats read = {0};
-    for (int64_t i = 0; i < (count < most ? count : most); i++) {
-        const char *line = entry(layer, piece, i);
-        for (int64_t c = 0; c < layer->row; c += LINE) read += load((const float *)(line + c));
-    }
+    for (int64_t i = 0; i < (count < most ? count : most); i++)
+        for (int value = 0; value < 2; value++) {
+            const char *line = entry(layer, piece, i) + value * layer->value;
+            for (int64_t c = first * head / LINE * LINE; c < last * head; c += LINE) read += load((const float *)(line + c));
+        }
     volatile float used = read[0];
     (void)used;
 }
 
-/* query: distance in floats from packed row to packed row; out [rows, heads, size], of the pool's type. */
-INLINE void attend_all(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count,
-                       int64_t heads, int64_t kv_heads, const Layer *layer) {
-    const int64_t group = heads / kv_heads;
-    for (int64_t p = 0; p < count; p++) {
-        read_ahead(&pieces[p], layer);
-        for (int64_t h = 0; h < kv_heads; h++)
-            for (int64_t first = 0; first < pieces[p].tokens * group; first += ROWS) {
-                const float *queries[ROWS];
-                int64_t outs[ROWS], sees[ROWS], left = pieces[p].tokens * group - first;
-                int rows = left < ROWS ? (int)left : ROWS;
-                for (int r = 0; r < rows; r++) {
-                    int64_t token = (first + r) / group, head = h * group + (first + r) % group;
-                    queries[r] = query + (pieces[p].row + token) * query_row + head * layer->size;
-                    outs[r] = ((pieces[p].row + token) * heads + head) * layer->size;
-                    sees[r] = pieces[p].start + token + 1;
+/* Attention of pieces over their contexts. query: distance in floats from packed row to packed row; out [rows, heads, size], of the pool's type. */
+typedef struct {
+    const float *query;
+    int64_t query_row;
+    void *out;
+    const Piece *pieces;
+    int64_t count, heads, kv_heads;
+    const Layer *layer;
+} Attend;
+
+/* What one head's block of query rows is for a thread that attends: it begins at row `first`, rows and heads of a group counted together. */
+INLINE int64_t block_cost(const Piece *piece, int64_t group, int64_t first) {
+    const int64_t left = piece->tokens * group - first, rows = left < ROWS ? left : ROWS;
+    return rows * (piece->start + (first + rows - 1) / group + 1);
+}
+
+INLINE int64_t head_cost(const Piece *piece, int64_t group) {
+    int64_t cost = 0;
+    for (int64_t first = 0; first < piece->tokens * group; first += ROWS) cost += block_cost(piece, group, first);
+    return cost;
+}
+
+/* The blocks of query rows whose cost begins in [from, to), if those of all pieces and heads lie one behind the other. */
+INLINE void attend_share(const Attend *step, const Layer *layer, int64_t from, int64_t to) {
+    const int64_t heads = step->heads, kv_heads = step->kv_heads, group = heads / kv_heads;
+    int64_t at = 0;
+    for (const Piece *piece = step->pieces; piece < step->pieces + step->count && at < to; piece++) {
+        const int64_t each = head_cost(piece, group), end = at + each * kv_heads;
+        if (end > from) {
+            const int64_t h_first = from > at ? (from - at) / each : 0, h_last = to < end ? (to - at + each - 1) / each : kv_heads;
+            read_ahead(piece, layer, h_first, h_last);
+            for (int64_t h = h_first; h < h_last; h++) {
+                int64_t cost = at + h * each;
+                for (int64_t first = 0; first < piece->tokens * group; first += ROWS) {
+                    const int own = cost >= from && cost < to;
+                    cost += block_cost(piece, group, first);
+                    if (!own) continue;
+                    const float *queries[ROWS];
+                    int64_t outs[ROWS], sees[ROWS], left = piece->tokens * group - first;
+                    int rows = left < ROWS ? (int)left : ROWS;
+                    for (int r = 0; r < rows; r++) {
+                        int64_t token = (first + r) / group, head = h * group + (first + r) % group;
+                        queries[r] = step->query + (piece->row + token) * step->query_row + head * layer->size;
+                        outs[r] = ((piece->row + token) * heads + head) * layer->size;
+                        sees[r] = piece->start + token + 1;
+                    }
+                    attend_block(rows, queries, step->out, outs, sees, piece, h * layer->size * (layer->half ? 2 : 4), layer);
                 }
-                attend_block(rows, queries, out, outs, sees, &pieces[p], h * layer->size * (layer->half ? 2 : 4), layer);
             }
+        }
+        at = end;
     }
 }
 
-STEP void attend(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
-                 int64_t kv_heads, const Layer *given) {
-    Layer layer = *given; /* what is constant below becomes code of its own */
+INLINE int64_t attend_cost(const Attend *step) {
+    int64_t cost = 0;
+    for (int64_t p = 0; p < step->count; p++) cost += head_cost(&step->pieces[p], step->heads / step->kv_heads) * step->kv_heads;
+    return cost;
+}
+
+STEP void attend_part(const void *given, int64_t part, int64_t parts) {
+    const Attend *step = given;
+    const int64_t cost = attend_cost(step), from = cost * part / parts, to = cost * (part + 1) / parts;
+    Layer layer = *step->layer; /* what is constant below becomes code of its own */
     if (layer.size == 64 && !layer.half) {
         layer.size = 64;
         layer.half = 0;
-        attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
+        attend_share(step, &layer, from, to);
     } else if (layer.half) {
         layer.half = 1;
-        attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
+        attend_share(step, &layer, from, to);
     } else {
         layer.half = 0;
-        attend_all(query, query_row, out, pieces, count, heads, kv_heads, &layer);
+        attend_share(step, &layer, from, to);
     }
+}
+
+TARGET
+static void attend(const float *query, int64_t query_row, void *out, const Piece *pieces, int64_t count, int64_t heads,
+                   int64_t kv_heads, const Layer *layer) {
+    const Attend step = {query, query_row, out, pieces, count, heads, kv_heads, layer};
+    run_step(attend_part, &step, 1 + 2 * attend_cost(&step) * layer->size / PRODUCTS_EACH);
 }
 
 /* ---- products ---- */
@@ -370,15 +425,31 @@ INLINE void multiply_panels(int half, const Matrix *matrix, const word *x, int64
 }
 
 /* The outputs of the panels [first, last): x [rows, in] of the weights' type, out [rows, columns]. */
-STEP void product(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last) {
+STEP void product_of(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last) {
     if (matrix->kind == BFLOAT16)
         multiply_panels(1, matrix, x, rows, out, first, last);
     else
         multiply_panels(0, matrix, x, rows, out, first, last);
 }
 
-INLINE void whole_product(const Matrix *matrix, const void *x, int64_t rows, float *out) {
-    product(matrix, x, rows, out, 0, matrix->columns / PANEL);
+typedef struct {
+    const Matrix *matrix;
+    const void *x;
+    int64_t rows;
+    float *out;
+} Multiply;
+
+TARGET
+static void product_part(const void *given, int64_t part, int64_t parts) {
+    const Multiply *step = given;
+    const int64_t panels = step->matrix->columns / PANEL, together = step->rows <= WITH_2 ? 2 : 1;
+    product_of(step->matrix, step->x, step->rows, step->out, share(panels, together, part, parts), share(panels, together, part + 1, parts));
+}
+
+TARGET
+static void product(const Matrix *matrix, const void *x, int64_t rows, float *out) {
+    const Multiply step = {matrix, x, rows, out};
+    run_step(product_part, &step, 1 + rows * matrix->in * matrix->columns / PRODUCTS_EACH);
 }
 
 /* ---- between products ---- */
@@ -393,11 +464,12 @@ INLINE floats neighbours_swapped(floats x) {
 
 /* Rotate queries in place, and keys on their way to the pool; values go there as they are.
    qkv [rows, heads + 2 * kv_heads, size], the two numbers that rotate together side by side; turns [positions, 2, size]: cosines, and sines
-   with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. */
-STEP void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
-                 const float *turns, void *pool, int half) {
+   with the sign of the first of the two reversed; pool [pool rows, 2, kv_heads, size]. Of the packed rows [first, last). */
+STEP void turn_rows(float *qkv, const Piece *pieces, int64_t count, int64_t heads, int64_t kv_heads, int64_t size,
+                    const float *turns, void *pool, int half, int64_t first, int64_t last) {
     for (const Piece *piece = pieces; piece < pieces + count; piece++)
         for (int64_t token = 0, at = piece->start; token < piece->tokens; token++, at++) {
+            if (piece->row + token < first || piece->row + token >= last) continue;
             float *own = qkv + (piece->row + token) * (heads + 2 * kv_heads) * size;
             const float *cosines = turns + at * 2 * size, *sines = cosines + size;
             int64_t in_pool = pool_row(piece, at) * 2 * kv_heads * size - heads * size; /* of head 0, if queries went there too */
@@ -416,7 +488,7 @@ STEP void turn(float *qkv, const Piece *pieces, int64_t count, int64_t heads, in
 }
 
 /* x += y, and out = x divided by its root mean square, times the weight; x, y, out [rows, size], weight [size]. Without y: x as it is. */
-STEP void add_norm(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half) {
+STEP void add_norm_rows(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half) {
     for (int64_t row = 0; row < rows; row++, x += size) {
         floats squares = {0};
         for (int64_t c = 0; c < size; c += LANES) {
@@ -436,8 +508,31 @@ STEP void add_norm(float *x, const float *y, const float *weight, void *out, int
     }
 }
 
+typedef struct {
+    float *x;
+    const float *y, *weight;
+    void *out;
+    int64_t rows, size;
+    float epsilon;
+    int half;
+} AddNorm;
+
+TARGET
+static void add_norm_part(const void *given, int64_t part, int64_t parts) {
+    const AddNorm *step = given;
+    const int64_t first = share(step->rows, 1, part, parts), last = share(step->rows, 1, part + 1, parts), before = first * step->size;
+    add_norm_rows(step->x + before, step->y ? step->y + before : NULL, step->weight, (char *)step->out + before * (step->half ? 2 : 4), last - first,
+                  step->size, step->epsilon, step->half);
+}
+
+TARGET
+static void add_norm(float *x, const float *y, const float *weight, void *out, int64_t rows, int64_t size, float epsilon, int half) {
+    const AddNorm step = {x, y, weight, out, rows, size, epsilon, half};
+    run_step(add_norm_part, &step, 1 + rows * size / NUMBERS_EACH);
+}
+
 /* out = silu(gate) * up; both [rows, 2 * size], gates first; out [rows, size]. */
-STEP void gated(const float *both, void *out, int64_t rows, int64_t size, int half) {
+STEP void gated_rows(const float *both, void *out, int64_t rows, int64_t size, int half) {
     for (int64_t row = 0; row < rows; row++, both += 2 * size)
         for (int64_t c = 0; c < size; c += LANES) {
             floats gate = load(both + c);
@@ -445,13 +540,49 @@ STEP void gated(const float *both, void *out, int64_t rows, int64_t size, int ha
         }
 }
 
+typedef struct {
+    const float *both;
+    void *out;
+    int64_t rows, size;
+    int half;
+} Gated;
+
+TARGET
+static void gated_part(const void *given, int64_t part, int64_t parts) {
+    const Gated *step = given;
+    const int64_t first = share(step->rows, 1, part, parts), last = share(step->rows, 1, part + 1, parts);
+    gated_rows(step->both + first * 2 * step->size, (char *)step->out + first * step->size * (step->half ? 2 : 4), last - first, step->size, step->half);
+}
+
+TARGET
+static void gated(const float *both, void *out, int64_t rows, int64_t size, int half) {
+    const Gated step = {both, out, rows, size, half};
+    run_step(gated_part, &step, 1 + rows * size / NUMBERS_EACH);
+}
+
 /* Norm of each of `heads` neighbouring heads, in place: qkv, of which a row is `row` floats; weight [size]. */
 STEP void norm_heads(float *qkv, int64_t rows, int64_t row, int64_t heads, int64_t size, const float *weight, float epsilon) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t head = 0; head < heads; head++) {
             float *own = qkv + r * row + head * size;
-            add_norm(own, NULL, weight, own, 1, size, epsilon, 0);
+            add_norm_rows(own, NULL, weight, own, 1, size, epsilon, 0);
         }
+}
+
+TARGET
+static void turn_part(const void *given, int64_t part, int64_t parts) {
+    const Turn *step = given;
+    const int64_t first = share(step->rows, 1, part, parts), last = share(step->rows, 1, part + 1, parts);
+    const int64_t row = (step->heads + 2 * step->kv_heads) * step->size;
+    float *own = step->qkv + first * row;
+    if (step->q_norm) norm_heads(own, last - first, row, step->heads, step->size, step->q_norm, step->epsilon);
+    if (step->k_norm) norm_heads(own + step->heads * step->size, last - first, row, step->kv_heads, step->size, step->k_norm, step->epsilon);
+    turn_rows(step->qkv, step->pieces, step->count, step->heads, step->kv_heads, step->size, step->turns, step->pool, step->half, first, last);
+}
+
+TARGET
+static void turn(const Turn *step) {
+    run_step(turn_part, step, 1 + step->rows * (step->heads + 2 * step->kv_heads) * step->size / NUMBERS_EACH);
 }
 
 /* ---- a decoder ---- */
@@ -510,10 +641,8 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
         if (weights - own->weights == copied->layer)
             for (int64_t i = 0; i < copied->count; i++)
                 memcpy(copied->to + i * hidden, x + copied->rows[i] * hidden, (size_t)hidden * sizeof(float));
-        whole_product(&weights->qkv, narrow, rows, wide);
-        if (weights->q_norm) norm_heads(wide, rows, of_heads, heads, size, weights->q_norm, own->epsilon);
-        if (weights->k_norm) norm_heads(wide + heads * size, rows, of_heads, kv_heads, size, weights->k_norm, own->epsilon);
-        turn(wide, pieces, count, heads, kv_heads, size, own->turns, pool, half);
+        product(&weights->qkv, narrow, rows, wide);
+        turn(&(Turn){wide, pieces, count, rows, heads, kv_heads, size, weights->q_norm, weights->k_norm, own->turns, pool, own->epsilon, half});
         if (weights + 1 == own->weights + own->layers && many < rows) {
             rows = leave_out(own, packed, wanted, many, x, wide, last_pieces, &count, last_wanted);
             if (!rows && many) return 0;
@@ -521,16 +650,16 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
             wanted = last_wanted;
         }
         attend(wide, of_heads, narrow, pieces, count, heads, kv_heads, &layer);
-        whole_product(&weights->out, narrow, rows, y);
+        product(&weights->out, narrow, rows, y);
         add_norm(x, y, weights->between, narrow, rows, hidden, own->epsilon, half);
-        whole_product(&weights->gate_up, narrow, rows, wide);
+        product(&weights->gate_up, narrow, rows, wide);
         gated(wide, narrow, rows, inner, half);
-        whole_product(&weights->down, narrow, rows, y);
+        product(&weights->down, narrow, rows, y);
     }
     for (int64_t c = 0; c < rows * hidden; c += LANES) store(x + c, load(x + c) + load(y + c));
     for (int64_t i = 0; i < many; i++)
         add_norm(x + wanted[i] * hidden, NULL, own->norm, (char *)normed + i * hidden * bytes, 1, hidden, own->epsilon, half);
-    whole_product(own->head, normed, many, logits);
+    product(own->head, normed, many, logits);
     return 1;
 }
 
@@ -561,37 +690,62 @@ INLINE floats logarithm(floats x) {
 #define MIX_B 0x846CA68Bu
 #define V_MAX 0x1.fffffep-1f
 
-/* Standard Gumbel noise [rows, vocabulary] of the numbers that counter.py defines; weyl: one number per token id. */
+/* Standard Gumbel noise of one row's tokens [first, last), of the numbers that counter.py defines; weyl: one number per token id. */
+STEP void gumbel_of(uint64_t key, const uint32_t *weyl, int64_t first, int64_t last, float *out) {
+    const words low = (words){0} + (uint32_t)key, high = (words){0} + (uint32_t)(key >> 32);
+    for (int64_t id = first; id < last; id += LANES) {
+        int64_t left = last - id;
+        words x = {0};
+        memcpy(&x, weyl + id, (size_t)(left < LANES ? left : LANES) * sizeof(uint32_t));
+        x ^= low;
+        x = (x ^ (x >> 16)) * MIX_A;
+        x = (x ^ (x >> 15)) + high;
+        x *= MIX_B;
+        x ^= x >> 16;
+        floats v = __builtin_convertvector((ints)x, floats) * 0x1p-32f + 0x1p-33f;
+        v = pick(v < 0.0f, v + 1.0f, v);
+        v = pick(v > V_MAX, all(V_MAX), v);
+        /* -log(1 - v): what 1 - v is rounded by is made good (W. Kahan). */
+        floats u = 1.0f - v, lost = 1.0f - u;
+        floats exponential_noise = pick(lost == 0.0f, v, -logarithm(u) * (v / lost));
+        floats noise = -logarithm(exponential_noise);
+        memcpy(out + id, &noise, (size_t)(left < LANES ? left : LANES) * sizeof(float));
+    }
+}
+
+/* Noise [rows, vocabulary]. */
+typedef struct {
+    const uint64_t *keys;
+    int64_t rows;
+    const uint32_t *weyl;
+    int64_t vocabulary;
+    float *out;
+} Gumbel;
+
+/* The rows lie one behind the other, and a share may begin and end within one. */
+TARGET
+static void gumbel_part(const void *given, int64_t part, int64_t parts) {
+    const Gumbel *step = given;
+    const int64_t all = step->rows * step->vocabulary, last = share(all, LANES, part + 1, parts);
+    for (int64_t at = share(all, LANES, part, parts); at < last;) {
+        const int64_t row = at / step->vocabulary, before = row * step->vocabulary, left = last - before;
+        const int64_t end = left < step->vocabulary ? left : step->vocabulary;
+        gumbel_of(step->keys[row], step->weyl, at - before, end, step->out + before);
+        at = before + end;
+    }
+}
+
 TARGET
 static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out) {
-    for (int64_t row = 0; row < rows; row++, out += vocabulary) {
-        const words low = (words){0} + (uint32_t)keys[row], high = (words){0} + (uint32_t)(keys[row] >> 32);
-        for (int64_t id = 0; id < vocabulary; id += LANES) {
-            int64_t left = vocabulary - id;
-            words x = {0};
-            memcpy(&x, weyl + id, (size_t)(left < LANES ? left : LANES) * sizeof(uint32_t));
-            x ^= low;
-            x = (x ^ (x >> 16)) * MIX_A;
-            x = (x ^ (x >> 15)) + high;
-            x *= MIX_B;
-            x ^= x >> 16;
-            floats v = __builtin_convertvector((ints)x, floats) * 0x1p-32f + 0x1p-33f;
-            v = pick(v < 0.0f, v + 1.0f, v);
-            v = pick(v > V_MAX, all(V_MAX), v);
-            /* -log(1 - v): what 1 - v is rounded by is made good (W. Kahan). */
-            floats u = 1.0f - v, lost = 1.0f - u;
-            floats exponential_noise = pick(lost == 0.0f, v, -logarithm(u) * (v / lost));
-            floats noise = -logarithm(exponential_noise);
-            memcpy(out + id, &noise, (size_t)(left < LANES ? left : LANES) * sizeof(float));
-        }
-    }
+    const Gumbel step = {keys, rows, weyl, vocabulary, out};
+    run_step(gumbel_part, &step, 1 + rows * vocabulary / NUMBERS_EACH);
 }
 
 /* ---- choosing ---- */
 
 /* Of each row of logits, the token with the greatest logit / temperature + noise, the first of equals; -1 if not all logits are finite. choices: choice
    row of each. Rounded after the division and after the sum, as sampling.py does it. */
-STEP void choose(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen) {
+STEP void choose_rows(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen) {
     ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int64_t row = 0; row < rows; row++, logits += logits_row) {
@@ -632,6 +786,28 @@ STEP void choose(const float *logits, int64_t logits_row, int64_t rows, const in
         }
         chosen[row] = any ? -1 : first;
     }
+}
+
+typedef struct {
+    const float *logits;
+    int64_t logits_row, rows;
+    const int64_t *choices;
+    const Choosing *choosing;
+    int64_t *chosen;
+} Choose;
+
+TARGET
+static void choose_part(const void *given, int64_t part, int64_t parts) {
+    const Choose *step = given;
+    const int64_t first = share(step->rows, 1, part, parts), last = share(step->rows, 1, part + 1, parts);
+    choose_rows(step->logits + first * step->logits_row, step->logits_row, last - first, step->choices + first, step->choosing, step->chosen + first);
+}
+
+TARGET
+static void choose(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen) {
+    const Choose step = {logits, logits_row, rows, choices, choosing, chosen};
+    const int64_t worth = 1 + rows * choosing->vocabulary / NUMBERS_EACH;
+    run_step(choose_part, &step, worth < rows ? worth : rows);
 }
 
 static int is_one_of(int64_t id, const int64_t *ids, int64_t count) {
