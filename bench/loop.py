@@ -72,7 +72,9 @@ def bare(options: argparse.Namespace) -> None:
     from worker_svc.settings import WorkerSettings
 
     settings = load(
-        WorkerSettings, {"engine": "demo", "slots": options.slots, "device": options.device}, environ={}
+        WorkerSettings,
+        {"engine": "demo", "slots": options.slots, "device": options.device, "threads": 1},
+        environ={},
     )
     engine = load_engine(settings)
     tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from laps_sd.errors import StartupError
+from laps_sd.service.cores import usable_cores
 from laps_sd.service.hub import local_model
 from laps_sd.service.log import get_logger
 from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
@@ -45,7 +46,8 @@ def load(settings: WorkerSettings) -> Engine:
 def _model_engine(settings: WorkerSettings) -> Engine:
     target, draft = model_directories(settings)
     draft = _used_draft(settings, target, draft)
-    _limit_threads(settings)
+    threads, cores = _threads(settings)
+    _limit_threads(threads)
     # What these imports make stays, and the collector would go through it again and again.
     gc.disable()
     try:
@@ -62,12 +64,14 @@ def _model_engine(settings: WorkerSettings) -> Engine:
     finally:
         gc.freeze()
         gc.enable()
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(threads)
     model_logging.set_verbosity_error()
     model_logging.disable_progress_bar()
     try:
         options = LoadOptions(
             device=settings.device,
+            threads=threads,
+            cores=cores,
             dtype=settings.dtype,
             slots=settings.slots,
             blocks=settings.kv_blocks,
@@ -84,17 +88,28 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             trust_remote_code=settings.trust_remote_code,
             length_probe=settings.length_probe,
         )
-        return load_engine(target, draft, options)
+        engine = load_engine(target, draft, options)
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(f"The model pair cannot be served: {error}") from error
+    if engine.all_by_kernels:  # what is left for torch is small
+        torch.set_num_threads(1)
+    return engine
 
 
-def _limit_threads(settings: WorkerSettings) -> None:
-    """Set the threads of operations, before torch is imported.
+def _threads(settings: WorkerSettings) -> tuple[int, tuple[int, ...]]:
+    """Return the number of threads, and a CPU for each if they are to be pinned. Raises StartupError."""
+    usable = usable_cores()
+    threads = settings.threads or (1 if settings.engine == "vllm" else usable.threads)
+    if threads > usable.most_threads:
+        raise StartupError(
+            f"LAPS_SD_THREADS must be at most {usable.most_threads}, the CPUs that this process may use, got {threads}."
+        )
+    return threads, usable.cpus[:threads] if settings.pin_threads else ()
 
-    More threads than free cores spin at barriers and make every operation slower.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+
+def _limit_threads(threads: int) -> None:
+    """Set the threads of torch's operations, before torch is imported. They sleep as soon as one is done."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -113,7 +128,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
             )
     draft = _used_draft(settings, target, draft)
     speculative = arguments.pop("speculative_config", _speculation(settings, draft))
-    _limit_threads(settings)
+    _limit_threads(_threads(settings)[0])
     # Before vLLM is imported. Its core runs in this process, which is the engine's own.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # Threads that are bound to cores would share these with the next worker of this machine.

@@ -82,10 +82,20 @@ class WorkerSettings(ServingSettings, LinkSettings):
     deterministic: bool | None = field(
         None,
         help="Make the text independent of batch and preemption, bit for bit; empty: in float32 only. In "
-        "bfloat16 it is possible with one thread of an x86 CPU",
+        "bfloat16 it is possible on an x86 CPU",
     )
-    threads: int = field(
-        1, help="Threads of one operation on the CPU; more threads than free cores are slower", minimum=1
+    threads: int | None = field(
+        None,
+        help="Threads that compute a round on the CPU, at most the CPUs that the process may use; with the kernels in C "
+        "the text does not depend on them. None: one for each core that it may use, which `laps-sd up` divides by its "
+        "workers; with vLLM 1",
+        minimum=1,
+        maximum=256,
+    )
+    pin_threads: bool = field(
+        False,
+        help="Keep each of these threads on a core of its own, but for the first. Workers that share a machine must "
+        "then have cores of their own (taskset, cpusets)",
     )
 
     # -- vLLM

@@ -20,6 +20,7 @@ from rich.status import Status
 from laps_sd.cli import dial, generate, operate
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import PREFIX, unknown_sentences
+from laps_sd.service.cores import usable_cores
 from laps_sd.service.model_dir import served_name
 from laps_sd.stack.local import LocalStack, Progress
 from laps_sd.stack.log_watch import LogWatch
@@ -139,14 +140,15 @@ def up(
         ),
     ] = None,
     threads: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             envvar="LAPS_SD_THREADS",
-            help="CPU threads of each worker.",
+            help="CPU threads of each worker (default: the cores of this machine divided by the workers).",
+            show_default=False,
             rich_help_panel=MODELS,
         ),
-    ] = 1,
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=0, help="Worker processes of each shard.", rich_help_panel=SYSTEM)
     ] = 1,
@@ -262,6 +264,9 @@ def up(
         if given is not None and given.name == "COMMANDLINE":
             raise StartupError(f"MODEL and --target are the same: give {named} or {target}, not both.")
         target = named
+    threads, warning = threads_of_each(threads, engine, workers * shards)
+    if warning:
+        console.print(f"laps-sd: {warning}", soft_wrap=True)
     options = StackOptions(
         workers=workers,
         shards=shards,
@@ -325,6 +330,26 @@ def up(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch.stop()  # that peers leave is what a stop looks like
         stack.stop()
+
+
+def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int, str]:
+    """Return the threads of each of these workers, and a sentence if all of them exceed the CPUs of this machine.
+
+    Raises StartupError if a single worker's do.
+    """
+    usable = usable_cores()
+    if wanted is None:
+        return 1 if engine == "vllm" else max(1, usable.threads // max(1, workers)), ""
+    if wanted > usable.most_threads:
+        raise StartupError(
+            f"--threads must be at most {usable.most_threads}, the CPUs that this process may use, got {wanted}."
+        )
+    if wanted > 1 and wanted * workers > usable.most_threads:
+        return (
+            wanted,
+            f"{workers} workers of {wanted} threads share {usable.most_threads} CPUs, so they are slower than with fewer threads",
+        )
+    return wanted, ""
 
 
 @contextlib.contextmanager

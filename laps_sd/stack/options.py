@@ -59,7 +59,7 @@ class StackOptions:
     data_dir: Path | None = None
     """Directory of the embedded Valkey's record; None: in the temporary folder, deleted with the stack."""
     threads: int = 1
-    """CPU threads of each worker. If their sum exceeds the cores, the workers slow each other down."""
+    """CPU threads of each worker. More than there are cores, of all workers together, slow the workers down."""
     drain_s: float = 0.8
     """Longest time that a component drains.
 

@@ -8,9 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from laps_sd.errors import StartupError
 from laps_sd.service.config import load as load_settings
+from laps_sd.service.cores import Cores
+from worker_svc import loading
+from worker_svc.engine.cpu import kernels
+from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.loading import DEMO, load
@@ -103,3 +108,37 @@ def test_without_vllm_the_sentence_names_the_environment(
     monkeypatch.setitem(sys.modules, "worker_svc.engine.vllm.loading", None)
     with pytest.raises(StartupError, match="LAPS_SD_ENGINE=vllm needs vLLM in the Python environment"):
         load(vllm(target=Path(DEMO / "target")))
+
+
+@pytest.mark.skipif(not kernels.USABLE, reason="no kernels")
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "engine: cpu, 3 threads; all layers"),
+        ({"threads": 2}, "engine: cpu, 2 threads; all layers"),
+        ({"threads": 1}, "engine: cpu, 1 thread; all layers"),
+        ({"pin_threads": True}, "engine: cpu, 3 threads on cores 0, 1, 2; all layers"),
+    ],
+)
+def test_a_worker_computes_with_as_many_threads_as_it_has_cores_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(loading, "usable_cores", lambda: Cores((0, 1, 2, 3, 4, 5), 3, 5.5))
+    engine = load(load_settings(WorkerSettings, {"draft_len": 2, **values}, environ={}))
+    kernels.use_threads(1)
+
+    assert isinstance(engine, SpeculativeEngine)
+    assert engine.facts[1].startswith(words)
+    assert torch.get_num_threads() == 1, "all is computed by the kernels"
+
+
+@pytest.mark.parametrize("engine", ["demo", "vllm"])
+def test_more_threads_than_cpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, loaded: list[VllmOptions], engine: str
+) -> None:
+    monkeypatch.setattr(loading, "usable_cores", lambda: Cores((0, 1, 2, 3), 2, 2.5))
+    settings = load_settings(WorkerSettings, {"engine": engine, "threads": 4}, environ={})
+    with pytest.raises(
+        StartupError, match="LAPS_SD_THREADS must be at most 3, the CPUs that this process may use, got 4"
+    ):
+        load(settings)
