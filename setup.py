@@ -15,7 +15,10 @@ KERNELS = Extension(
         f"worker_svc/engine/cpu/{name}.c"
         for name in ("kernels", "kernels_avx2", "kernels_avx512", "kernels_bf16", "threads")
     ],
-    depends=[f"worker_svc/engine/cpu/{name}.h" for name in ("kernels", "kernels_body", "threads")],
+    depends=[
+        f"worker_svc/engine/cpu/{name}.h"
+        for name in ("kernels", "kernels_body", "kernels_quantised", "threads")
+    ],
     extra_compile_args=[
         "-O3",
         "-std=gnu11",

@@ -55,7 +55,7 @@ static PyObject *py_use(PyObject *module, PyObject *most) {
 #ifdef __x86_64__
     if (limit >= 1 && __builtin_cpu_supports("x86-64-v3")) kernels = &kernels_avx2, kind = 1;
     if (limit >= 2 && __builtin_cpu_supports("x86-64-v4")) kernels = &kernels_avx512, kind = 2;
-    if (limit >= 3 && kind == 2 && __builtin_cpu_supports("avx512bf16")) kernels = &kernels_bf16, kind = 3;
+    if (limit >= 3 && kind == 2 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) kernels = &kernels_bf16, kind = 3;
 #endif
     return PyLong_FromLong(kind);
 }

@@ -30,26 +30,26 @@ typedef struct {
     float scale;
 } Layer;
 
-/* Kinds of weights; what they are multiplied with has the same type. */
+/* Types of what weights are multiplied with; weights that are not quantised have the same type. */
 enum { FLOAT32, BFLOAT16 };
 
 /* The weights of a product, x @ weights.T + bias. As int64 in memory, one after another. What may be missing is NULL. */
 typedef struct {
-    const void *weights; /* [panels, in, PANEL]; of bfloat16 [panels, in / 2, PANEL, 2] */
+    const void *weights; /* [panels, in, PANEL]; of bfloat16 [panels, in / 2, PANEL, 2]; quantised: see kernels_quantised.h */
     const float *bias;   /* [columns]; may be missing */
-    const void *scales;  /* of weights that have them; otherwise missing */
     int64_t columns;     /* outputs, of whole panels */
     int64_t in;          /* numbers of a row of x */
     int64_t kind;
+    int64_t bits, group, offsets; /* of quantised weights: 4 or 8, inputs that share a scale, and whether they have offsets; otherwise 0 */
 } Matrix;
-_Static_assert(sizeof(Matrix) == 6 * sizeof(int64_t), "the caller writes six numbers per matrix");
+_Static_assert(sizeof(Matrix) == 8 * sizeof(int64_t), "the caller writes eight numbers per matrix");
 
 /* The weights of one decoder layer. As int64 in memory, one after another; weights of norms may be missing. */
 typedef struct {
     const float *before, *q_norm, *k_norm, *between;
     Matrix qkv, out, gate_up, down;
 } Weights;
-_Static_assert(sizeof(Weights) == 28 * sizeof(int64_t), "the caller writes twenty-eight numbers per layer");
+_Static_assert(sizeof(Weights) == 36 * sizeof(int64_t), "the caller writes thirty-six numbers per layer");
 
 /* A decoder: its weights, and what all its layers have in common. */
 typedef struct {

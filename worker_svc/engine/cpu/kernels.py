@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from worker_svc.engine.cpu.quantised import PANEL, Quantised, blocks
+
 try:
     from worker_svc.engine.cpu import _kernels
 except ImportError:  # built without a C compiler
@@ -31,7 +33,6 @@ GRAIN = 16  # sizes of heads and of norms are multiples of it
 MOST_HEAD_SIZE = 256
 PAIR = 2  # numbers in bfloat16 that are multiplied together
 MOST_THREADS = 256
-PANEL = 32  # outputs of a product whose weights lie together
 PIECE_NUMBERS = 5  # of a piece in kernels.h
 DTYPES = (torch.float32, torch.bfloat16)
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of a matrix in kernels.h
@@ -111,22 +112,36 @@ def attend(query: torch.Tensor, entries: torch.Tensor, pieces: torch.Tensor, sca
 
 
 class Product:
-    """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true."""
+    """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true, or a quantised one.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    `dtype` is the type of x where the weight is quantised; otherwise it is the weight's.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | Quantised,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.outputs, self.width = weight.shape
         self.columns = -(-self.outputs // PANEL) * PANEL  # padded with zeros, so that panels are whole
-        self.half = weight.dtype == torch.bfloat16
-        in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
-        if self.columns > self.outputs:
-            behind = (0, self.columns - self.outputs)
-            weight, bias = pad(weight, (0, 0, *behind)), None if bias is None else pad(bias, behind)
-        panels = weight.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
-        self._weight = panels.transpose(1, 2).contiguous()
-        self._bias = None if bias is None else bias.float().contiguous()
+        if not isinstance(weight, Quantised):
+            dtype = weight.dtype
+        self.half = dtype == torch.bfloat16
+        behind = self.columns - self.outputs
+        quantised = (0, 0, 0)
+        if isinstance(weight, Quantised):
+            self._weight = blocks(weight)
+            quantised = (weight.bits, weight.group, int(weight.offsets is not None))
+        else:
+            in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
+            panels = pad(weight, (0, 0, 0, behind)) if behind else weight
+            panels = panels.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
+            self._weight = panels.transpose(1, 2).contiguous()
+        self._bias = None if bias is None else pad(bias.float(), (0, behind)).contiguous()
         # A matrix of kernels.h, as numbers and in memory.
         self.matrix = (
-            self._weight.data_ptr(), _at(self._bias), 0, self.columns, self.width, KINDS[self._weight.dtype],
+            self._weight.data_ptr(), _at(self._bias), self.columns, self.width, KINDS[dtype], *quantised,
         )  # fmt: skip
         self._matrix = array("q", self.matrix)
         self.matrix_at = self._matrix.buffer_info()[0]

@@ -1,7 +1,7 @@
 /* The kernels for one kind of machine. Whoever includes this says:
 
        LANES        numbers of a vector, 8 or 16
-       DOTS         defined if an instruction adds up products of pairs of bfloat16
+       DOTS         defined if an instruction adds up products of pairs of bfloat16, and another looks bytes up in a table
        TARGET       attribute of functions that are compiled for the machines that have it
        TABLE        name of the table of kernels */
 
@@ -424,9 +424,15 @@ INLINE void multiply_panels(int half, const Matrix *matrix, const word *x, int64
         multiply_rows(half, WITH_1, 1, x, rows, in, w + done * in * PANEL, bias ? bias + done * PANEL : bias, out + done * PANEL, columns);
 }
 
-/* The outputs of the panels [first, last): x [rows, in] of the weights' type, out [rows, columns]. */
+#include "kernels_quantised.h"
+
+/* The outputs of the panels [first, last): x [rows, in] of the matrix' type, out [rows, columns]. */
 STEP void product_of(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last) {
-    if (matrix->kind == BFLOAT16)
+    if (matrix->bits && matrix->kind == BFLOAT16)
+        multiply_quantised(1, matrix, x, rows, out, first, last);
+    else if (matrix->bits)
+        multiply_quantised(0, matrix, x, rows, out, first, last);
+    else if (matrix->kind == BFLOAT16)
         multiply_panels(1, matrix, x, rows, out, first, last);
     else
         multiply_panels(0, matrix, x, rows, out, first, last);

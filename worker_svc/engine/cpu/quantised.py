@@ -1,0 +1,162 @@
+"""Weights of 8 or 4 bits: how they are made of others, and how the kernels in C have them.
+
+The inputs of an output are divided into groups of equally many. A weight is scale * (number - offset), with one scale and
+one offset for each output and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+PANEL, LINE = 32, 64  # of kernels.h
+GROUP_GRAIN, MOST_GROUP = 32, 256  # groups are multiples of the first, and not larger than the second
+LARGEST = {8: 127, 4: 7}  # number of so many bits; the least is its negative, and -8
+SHRINKS = (
+    1.0,
+    0.93,
+    0.86,
+    0.79,
+)  # of the range that numbers of 4 bits cover: the one with the least squared error
+ROWS_AT_ONCE = 2**22  # weights quantised at a time, so that copies in single precision stay small
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A weight [out, in] of `bits` bits."""
+
+    bits: int  # 8 or 4
+    numbers: torch.Tensor  # int8 [out, in]: -127 .. 127 or -8 .. 7
+    scales: torch.Tensor  # float16 [out, groups]
+    offsets: torch.Tensor | None = None  # float16 [out, groups]; None: all 0
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (out, in)."""
+        return self.numbers.shape
+
+    @property
+    def group(self) -> int:
+        """Return the number of inputs that share a scale."""
+        return self.numbers.shape[1] // self.scales.shape[1]
+
+    @property
+    def name(self) -> str:
+        """Return the kind in words."""
+        return f"int{self.bits} in groups of {self.group}"
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight in single precision, [out, in]."""
+        numbers = self.numbers.unflatten(1, (-1, self.group)).float()
+        if self.offsets is not None:
+            numbers -= self.offsets.float()[..., None]
+        return (numbers * self.scales.float()[..., None]).flatten(1)
+
+    def at(self, rows: torch.Tensor) -> Quantised:
+        """Return these rows of the weight, in their order."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return Quantised(self.bits, self.numbers[rows], self.scales[rows], offsets)
+
+    def alike(self, other: Quantised) -> bool:
+        """Return True if both can be rows of one weight."""
+        return (self.bits, self.group, self.offsets is None) == (
+            other.bits,
+            other.group,
+            other.offsets is None,
+        ) and self.shape[1] == other.shape[1]
+
+
+def stacked(parts: Sequence[Quantised]) -> Quantised:
+    """Return the rows of several weights, which are alike, as one."""
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return Quantised(
+        parts[0].bits,
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(offsets) if offsets else None,
+    )
+
+
+def group_of(width: int, largest: int) -> int:
+    """Return the largest group of at most `largest` that divides so many inputs; 0: there is none."""
+    return next((size for size in range(largest, 0, -GROUP_GRAIN) if width % size == 0), 0)
+
+
+def quantise(weight: torch.Tensor, bits: int, group: int) -> Quantised:
+    """Return the nearest weight of so many bits, [out, in] as the given one; `group` divides `in`."""
+    rows = max(1, ROWS_AT_ONCE // weight.shape[1])
+    return stacked([_quantise(part.float(), bits, group) for part in weight.split(rows)])
+
+
+def _quantise(weight: torch.Tensor, bits: int, group: int) -> Quantised:
+    grouped = weight.unflatten(1, (-1, group))
+    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
+    if bits == 8:
+        scales = (largest.abs() / LARGEST[8]).half()
+        numbers = _rounded(grouped, scales, -LARGEST[8], LARGEST[8])
+        return Quantised(8, numbers.to(torch.int8).flatten(1), scales.squeeze(-1))
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    for shrink in SHRINKS:
+        # The number farthest from 0 is -8, so that is what the largest weight becomes, whatever its sign.
+        scales = (largest / -8 * shrink).half()
+        numbers = _rounded(grouped, scales, -8, LARGEST[4])
+        error = (numbers * scales.float() - grouped).square().sum(-1, keepdim=True)
+        if best is None:
+            best = error, scales, numbers
+            continue
+        better = error < best[0]
+        best = (
+            torch.where(better, error, best[0]),
+            torch.where(better, scales, best[1]),
+            torch.where(better, numbers, best[2]),
+        )
+    assert best is not None
+    return Quantised(4, best[2].to(torch.int8).flatten(1), best[1].squeeze(-1))
+
+
+def _rounded(grouped: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    wide = scales.float()
+    return (grouped * torch.where(wide == 0, 0, 1 / wide)).round_().clamp_(least, most)
+
+
+def blocks(weight: Quantised) -> torch.Tensor:
+    """Return what the kernels read, uint8 [panels, groups, bytes of a block]: see kernels_quantised.h.
+
+    Rows are padded with zeros to whole panels.
+    """
+    outputs, width = weight.shape
+    behind = -outputs % PANEL
+    panels, groups = (outputs + behind) // PANEL, width // weight.group
+    numbers = pad(weight.numbers, (0, 0, 0, behind)).view(panels, PANEL, groups, weight.group)
+    headers = [
+        pad(values, (0, 0, 0, behind)).view(panels, PANEL, groups).transpose(1, 2).contiguous()
+        for values in (weight.scales, weight.offsets)
+        if values is not None
+    ]
+    codes = _codes_8(numbers) if weight.bits == 8 else _codes_4(numbers)
+    return torch.cat([*(header.view(torch.uint8) for header in headers), codes.flatten(2)], -1)
+
+
+def _codes_8(numbers: torch.Tensor) -> torch.Tensor:
+    """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: the magnitude, and the sign in the
+    highest bit."""
+    codes = numbers.abs().view(torch.uint8) | (numbers < 0).to(torch.uint8) << 7
+    panels, _, groups, group = codes.shape
+    # output: half of the panel, four of it, in four; input: line, in line
+    codes = codes.view(panels, 2, 4, 4, groups, group // 2, 2).permute(0, 4, 5, 2, 1, 3, 6)
+    return codes.reshape(panels, groups, group // 2, LINE)
+
+
+def _codes_4(numbers: torch.Tensor) -> torch.Tensor:
+    """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: four nibbles in 16 bits."""
+    codes = (numbers + 8).view(torch.uint8)
+    panels, _, groups, group = codes.shape
+    # output: half of the panel, in half; input: line, pair, in pair
+    codes = codes.view(panels, 2, PANEL // 2, groups, group // 4, 2, 2).permute(0, 3, 4, 2, 6, 5, 1)
+    # [panels, groups, lines, output in half, input in pair, pair, half]: nibble 2 * pair + half
+    low, high = codes.unbind(-2)
+    parts = [half[..., 0] | half[..., 1] << 4 for half in (low, high)]
+    return torch.stack(parts, -1).reshape(panels, groups, group // 4, LINE)
