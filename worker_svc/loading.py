@@ -73,6 +73,7 @@ def _model_engine(settings: WorkerSettings) -> Engine:
             threads=threads,
             cores=cores,
             dtype=settings.dtype,
+            quantization=settings.quantization,
             slots=settings.slots,
             blocks=settings.kv_blocks,
             memory_bytes=settings.kv_memory_bytes,

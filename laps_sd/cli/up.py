@@ -119,6 +119,15 @@ def up(
             rich_help_panel=MODELS,
         ),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LAPS_SD_QUANTIZATION",
+            help="int8 or int4: quantise the weights of both models when they are loaded (default: none).",
+            show_default=False,
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
     context_tokens: Annotated[
         int | None,
         typer.Option(
@@ -280,6 +289,7 @@ def up(
         model=model or (DEMO_MODEL if target is None else served_name(target)),
         device=device,
         dtype=dtype,
+        quantization=quantization,
         context_tokens=context_tokens,
         slots=slots,
         threads=threads,

@@ -53,6 +53,7 @@ class StackOptions:
     """
     device: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
     slots: int | None = None
     redis_url: str | None = None
     """URL of the record; None: an embedded Valkey."""

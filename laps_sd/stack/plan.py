@@ -130,6 +130,7 @@ class StackPlan:
             "draft": options.draft,
             "device": options.device,
             "dtype": options.dtype,
+            "quantization": options.quantization,
             "slots": options.slots,
             "threads": options.threads,
             "scheduler_seeds": self._seeds(shard),

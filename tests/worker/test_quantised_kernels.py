@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.cpu.quantised import Quantised, group_of, quantise, stacked
+from worker_svc.engine.cpu.quantised import PANEL, Quantised, group_of, quantise, stacked
 
 pytestmark = pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or no C compiler")
 
-OUTPUTS = 7 * 32 - 5  # not of whole panels, and neither two nor four panels at a time
+OUTPUTS = 7 * PANEL - 5  # not of whole panels, and neither two nor four panels at a time
 GROUPS = 3
 ROWS = (*range(1, 18), 29, 31, 63, 64, 65, 128, 129)  # each way of dividing them
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from worker_svc.engine.cpu import kernels
+from worker_svc.engine.cpu.quantised import PANEL
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.facts import facts, model_words
 from worker_svc.engine.interface import Drafter, ModelError
@@ -23,6 +24,7 @@ from worker_svc.engine.models.load import (
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.tokenizer import Tokenizer, load_tokenizer
 from worker_svc.engine.options import EngineOptions, LoadOptions
+from worker_svc.engine.quantisation.linear import VERSION as QUANTISATION_VERSION
 from worker_svc.engine.sampling.formats import Formats
 
 # Enters the fingerprint: change it with `sampling.counter`.
@@ -59,7 +61,7 @@ def load_engine(
     if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
-            f"multiples of {kernels.PANEL}, on an x86 CPU with AVX2 and without AMX; "
+            f"multiples of {PANEL}, on an x86 CPU with AVX2 and without AMX; "
             "leave the setting out, or use float32"
         )
     draft = None
@@ -76,7 +78,7 @@ def load_engine(
         eos_ids=end_of_sequence_ids(target.model),
         formats=_formats(target_path, target, tokenizer),
         probe=_probe(target_path, target) if options.length_probe else None,
-        fingerprint=_fingerprint(target_path, draft_path, options.dtype, deterministic=deterministic),
+        fingerprint=_fingerprint(target_path, draft_path, options, deterministic=deterministic),
     )
     engine.facts = facts(
         _models(target_path, target, draft_path, draft, options.dtype),
@@ -92,9 +94,11 @@ def _models(
     target_path: Path, target: PackedModel, draft_path: Path | None, draft: PackedModel | None, dtype: str
 ) -> str:
     words = model_words("target", target_path, target.kind, target.parameters)
+    kinds = target.quantised
     if draft is not None and draft_path is not None:
         words += ", " + model_words("draft", draft_path, draft.kind, draft.parameters)
-    return f"{words}, {dtype}"
+        kinds |= draft.quantised
+    return f"{words}, {dtype}" + (f", weights {' and '.join(sorted(kinds))}" if kinds else "")
 
 
 def _engine(
@@ -145,6 +149,7 @@ def _model(
         max_length=options.max_length,
         deterministic=deterministic,
         lean=options.lean,
+        quantization=options.quantization,
         trust_remote_code=options.trust_remote_code,
     )
 
@@ -191,15 +196,17 @@ def _formats(target_path: Path, target: PackedModel, tokenizer: Tokenizer | None
     return Formats(target_path / "tokenizer.json", target.shape.vocab_size, ends)
 
 
-def _fingerprint(target: Path, draft: Path | None, dtype: str, *, deterministic: bool) -> str:
+def _fingerprint(target: Path, draft: Path | None, options: LoadOptions, *, deterministic: bool) -> str:
     """Return a hash of all that decides the text of an engine."""
     names = [
         NOISE_VERSION,
-        dtype,
+        options.dtype,
         str(deterministic),
         fingerprint(target),
         fingerprint(draft) if draft else "-",
     ]
+    if options.quantization != "none":
+        names += [options.quantization, QUANTISATION_VERSION]
     return hashlib.blake2b(":".join(names).encode(), digest_size=16).hexdigest()
 
 

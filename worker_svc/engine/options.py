@@ -19,6 +19,8 @@ class LoadOptions:
     cores: tuple[int, ...] = ()
     # float32, bfloat16 or float16
     dtype: str = "float32"
+    # Weights that are not quantised in the checkpoint: none, int8 or int4.
+    quantization: Literal["none", "int8", "int4"] = "none"
     # Requests per round, at most.
     slots: int = 8
     # Size of each KV pool. None: as many as `memory_bytes` hold for target and draft together; if that is

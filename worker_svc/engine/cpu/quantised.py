@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-PANEL, LINE = 32, 64  # of kernels.h
+PANEL = 32  # outputs of a product whose weights lie together; of kernels.h
+LINE = 64  # bytes; of kernels.h
 GROUP_GRAIN, MOST_GROUP = 32, 256  # groups are multiples of the first, and not larger than the second
 LARGEST = {8: 127, 4: 7}  # number of so many bits; the least is its negative, and -8
 SHRINKS = (
@@ -21,7 +22,7 @@ SHRINKS = (
     0.86,
     0.79,
 )  # of the range that numbers of 4 bits cover: the one with the least squared error
-ROWS_AT_ONCE = 2**22  # weights quantised at a time, so that copies in single precision stay small
+WEIGHTS_AT_ONCE = 2**17  # that are in single precision at a time: their copies stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,23 @@ class Quantised:
 
     def dequantised(self) -> torch.Tensor:
         """Return the weight in single precision, [out, in]."""
-        numbers = self.numbers.unflatten(1, (-1, self.group)).float()
+        numbers = self.numbers.view(self.shape[0], -1, self.group).float()
         if self.offsets is not None:
             numbers -= self.offsets.float()[..., None]
-        return (numbers * self.scales.float()[..., None]).flatten(1)
+        numbers *= self.scales.float()[..., None]
+        return numbers.flatten(1)
 
-    def at(self, rows: torch.Tensor) -> Quantised:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [..., in] times the dequantised weight, [..., out] in single precision: the reference, which is slow."""
+        parts = self.split(_rows_at_once(self.shape[1]))
+        return torch.cat([x.float() @ part.dequantised().T for part in parts], -1)
+
+    def split(self, rows: int) -> list[Quantised]:
+        """Return so many rows of the weight, and as many more, to its last; the numbers are shared."""
+        firsts = range(0, self.shape[0], rows)
+        return [self.at(slice(first, first + rows)) for first in firsts]
+
+    def at(self, rows: torch.Tensor | slice) -> Quantised:
         """Return these rows of the weight, in their order."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return Quantised(self.bits, self.numbers[rows], self.scales[rows], offsets)
@@ -87,34 +99,39 @@ def group_of(width: int, largest: int) -> int:
 
 def quantise(weight: torch.Tensor, bits: int, group: int) -> Quantised:
     """Return the nearest weight of so many bits, [out, in] as the given one; `group` divides `in`."""
-    rows = max(1, ROWS_AT_ONCE // weight.shape[1])
-    return stacked([_quantise(part.float(), bits, group) for part in weight.split(rows)])
+    quantised, rows = _quantised_8 if bits == 8 else _quantised_4, _rows_at_once(weight.shape[1])
+    parts = []
+    for first in range(0, weight.shape[0], rows):
+        part = weight[first : first + rows].float()
+        parts.append(quantised(part.view(part.shape[0], -1, group)))
+    numbers, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Quantised(bits, numbers, scales)
 
 
-def _quantise(weight: torch.Tensor, bits: int, group: int) -> Quantised:
-    grouped = weight.unflatten(1, (-1, group))
-    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
-    if bits == 8:
-        scales = (largest.abs() / LARGEST[8]).half()
-        numbers = _rounded(grouped, scales, -LARGEST[8], LARGEST[8])
-        return Quantised(8, numbers.to(torch.int8).flatten(1), scales.squeeze(-1))
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+def _quantised_8(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers [out, in] and the scales [out, groups] of a weight [out, groups, inputs]."""
+    scales = (grouped.abs().amax(-1, keepdim=True) / LARGEST[8]).half()
+    return _rounded(grouped, scales, -LARGEST[8], LARGEST[8]).to(torch.int8).flatten(1), scales.squeeze(-1)
+
+
+def _quantised_4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same; of the SHRINKS, each group has the one with the least squared error."""
+    # The number farthest from 0 is -8, so that is what the largest weight becomes, whatever its sign.
+    least, most = grouped.aminmax(dim=-1, keepdim=True)
+    largest = torch.where(most > -least, most, least) / -8
+    best, scales = torch.full_like(largest, torch.inf), largest.half()
     for shrink in SHRINKS:
-        # The number farthest from 0 is -8, so that is what the largest weight becomes, whatever its sign.
-        scales = (largest / -8 * shrink).half()
-        numbers = _rounded(grouped, scales, -8, LARGEST[4])
-        error = (numbers * scales.float() - grouped).square().sum(-1, keepdim=True)
-        if best is None:
-            best = error, scales, numbers
-            continue
-        better = error < best[0]
-        best = (
-            torch.where(better, error, best[0]),
-            torch.where(better, scales, best[1]),
-            torch.where(better, numbers, best[2]),
+        tried = (largest * shrink).half()
+        error = (
+            _rounded(grouped, tried, -8, LARGEST[4])
+            .mul_(tried.float())
+            .sub_(grouped)
+            .square_()
+            .sum(-1, keepdim=True)
         )
-    assert best is not None
-    return Quantised(4, best[2].to(torch.int8).flatten(1), best[1].squeeze(-1))
+        scales = torch.where(error < best, tried, scales)
+        best = torch.minimum(error, best)
+    return _rounded(grouped, scales, -8, LARGEST[4]).to(torch.int8).flatten(1), scales.squeeze(-1)
 
 
 def _rounded(grouped: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
@@ -122,11 +139,20 @@ def _rounded(grouped: torch.Tensor, scales: torch.Tensor, least: int, most: int)
     return (grouped * torch.where(wide == 0, 0, 1 / wide)).round_().clamp_(least, most)
 
 
+def _rows_at_once(width: int) -> int:
+    return max(1, WEIGHTS_AT_ONCE // width)
+
+
 def blocks(weight: Quantised) -> torch.Tensor:
     """Return what the kernels read, uint8 [panels, groups, bytes of a block]: see kernels_quantised.h.
 
     Rows are padded with zeros to whole panels.
     """
+    rows = -(-_rows_at_once(weight.shape[1]) // PANEL) * PANEL
+    return torch.cat([_blocks(part) for part in weight.split(rows)])
+
+
+def _blocks(weight: Quantised) -> torch.Tensor:
     outputs, width = weight.shape
     behind = -outputs % PANEL
     panels, groups = (outputs + behind) // PANEL, width // weight.group
@@ -145,18 +171,17 @@ def _codes_8(numbers: torch.Tensor) -> torch.Tensor:
     highest bit."""
     codes = numbers.abs().view(torch.uint8) | (numbers < 0).to(torch.uint8) << 7
     panels, _, groups, group = codes.shape
-    # output: half of the panel, four of it, in four; input: line, in line
-    codes = codes.view(panels, 2, 4, 4, groups, group // 2, 2).permute(0, 4, 5, 2, 1, 3, 6)
-    return codes.reshape(panels, groups, group // 2, LINE)
+    pairs = codes.view(torch.int16)  # of inputs
+    # output: half of the panel, four of it, in four; input: line
+    pairs = pairs.view(panels, 2, 4, 4, groups, group // 2).permute(0, 4, 5, 2, 1, 3).contiguous()
+    return pairs.view(torch.uint8).view(panels, groups, group // 2, LINE)
 
 
 def _codes_4(numbers: torch.Tensor) -> torch.Tensor:
     """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: four nibbles in 16 bits."""
     codes = (numbers + 8).view(torch.uint8)
     panels, _, groups, group = codes.shape
-    # output: half of the panel, in half; input: line, pair, in pair
-    codes = codes.view(panels, 2, PANEL // 2, groups, group // 4, 2, 2).permute(0, 3, 4, 2, 6, 5, 1)
-    # [panels, groups, lines, output in half, input in pair, pair, half]: nibble 2 * pair + half
-    low, high = codes.unbind(-2)
-    parts = [half[..., 0] | half[..., 1] << 4 for half in (low, high)]
-    return torch.stack(parts, -1).reshape(panels, groups, group // 4, LINE)
+    halves = codes.view(panels, 2, PANEL // 2, groups, group // 4, 2, 2)
+    # output in half; input: line, pair, in pair. The bytes of a word are those of the pairs.
+    codes = halves[:, 0] | halves[:, 1] << 4
+    return codes.permute(0, 2, 3, 1, 5, 4).reshape(panels, groups, group // 4, LINE)

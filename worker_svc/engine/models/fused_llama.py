@@ -19,6 +19,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cpu import kernels
+from worker_svc.engine.cpu.quantised import Quantised, stacked
 from worker_svc.engine.models.attention import attend_rows
 from worker_svc.engine.models.hidden import HiddenRows
 from worker_svc.engine.models.linears import KernelLinear, LinearStore, Product
@@ -31,7 +32,7 @@ STATIC_ROPES = frozenset(
 
 
 def _product(
-    store: LinearStore, weight: torch.Tensor, bias: torch.Tensor | None = None, *, single: bool
+    store: LinearStore, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None, *, single: bool
 ) -> Product:
     """Return x @ weight.T + bias as a function, in the layout that the store chose; `single`: in single
     precision.
@@ -41,10 +42,27 @@ def _product(
     layer = store.store(weight, bias)
     if single and isinstance(layer, KernelLinear):
         return layer.product
+    if isinstance(weight, Quantised):
+        assert layer is not None, "a store has a layer for each of these"
+        return layer.forward
     product = partial(linear, weight=weight, bias=bias) if layer is None else layer.forward
     if single and weight.dtype != torch.float32:
         return lambda x: product(x).float()
     return product
+
+
+def _together(weights: list[torch.Tensor | Quantised], dtype: torch.dtype) -> torch.Tensor | Quantised:
+    """Return the rows of several weights as one; dequantised to `dtype` if they are of different kinds."""
+    quantised = [weight for weight in weights if isinstance(weight, Quantised)]
+    if len(quantised) == len(weights) and all(weight.alike(quantised[0]) for weight in quantised):
+        return stacked(quantised)
+    return torch.cat(
+        [weight.dequantised().to(dtype) if isinstance(weight, Quantised) else weight for weight in weights]
+    )
+
+
+def _reordered(weight: torch.Tensor | Quantised, rows: torch.Tensor) -> torch.Tensor | Quantised:
+    return weight.at(rows) if isinstance(weight, Quantised) else weight[rows]
 
 
 class _Norm:
@@ -61,11 +79,11 @@ class _Norm:
         self._least = torch.tensor(self.epsilon, dtype=torch.float32)
         self._share = 1 / self._torch_weight.numel()
 
-    def fold(self, weight: torch.Tensor) -> torch.Tensor:
+    def fold(self, weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
         """Return the weight [out, size] of the following product, which contains the norm's in single
-        precision on the CPU.
+        precision on the CPU, unless it is quantised.
         """
-        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        if isinstance(weight, Quantised) or weight.device.type != "cpu" or weight.dtype != torch.float32:
             return weight
         self.weight = None
         return weight * self._torch_weight
@@ -93,22 +111,24 @@ class _Layer:
         weights = [part.weight for part in parts]
         biases = [part.bias for part in parts]
         for at, count in ((0, heads), (1, kv_heads)):  # values do not rotate
-            weights[at] = weights[at].view(count, size, -1)[:, turn].flatten(0, 1)
+            rows = (torch.arange(count)[:, None] * size + turn).flatten()
+            weights[at] = _reordered(weights[at], rows)
             if biases[at] is not None:
-                biases[at] = biases[at].view(count, size)[:, turn].flatten()
+                biases[at] = biases[at][rows]
         self.before = _Norm(layer.input_layernorm)
-        weight = self.before.fold(torch.cat(weights))
+        dtype = layer.input_layernorm.weight.dtype
+        weight = self.before.fold(_together(weights, dtype))
         self.qkv = product(weight, None if biases[0] is None else torch.cat(biases))
         self.q_norm, self.k_norm = (
             None
             if norm is None
-            else (norm.weight[turn].to(torch.float32 if by_kernels else weight.dtype), norm.variance_epsilon)
+            else (norm.weight[turn].to(torch.float32 if by_kernels else dtype), norm.variance_epsilon)
             for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         )
         self.out = product(attention.o_proj.weight, attention.o_proj.bias)
         both = [mlp.gate_proj, mlp.up_proj]
         bias = None if both[0].bias is None else torch.cat([part.bias for part in both])
-        weight = torch.cat([part.weight for part in both])
+        weight = _together([part.weight for part in both], dtype)
         self.between = _Norm(layer.post_attention_layernorm)
         self.gate_up = product(self.between.fold(weight), bias)
         self.down = product(mlp.down_proj.weight, mlp.down_proj.bias)

@@ -25,6 +25,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from worker_svc.engine.cpu import kernels
+from worker_svc.engine.cpu.quantised import Quantised
+from worker_svc.engine.quantisation.linear import QuantisedLinear
 
 # Elements of a float32 weight. A deterministic model has four rows at least, a draft of one request has one.
 TRANSPOSED_UP_TO = 2**16
@@ -70,9 +72,14 @@ class TransposedLinear(nn.Module):
 class KernelLinear(nn.Module):
     """A linear layer whose product is our own."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | Quantised,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         super().__init__()
-        self.product = kernels.Product(weight, bias)
+        self.product = kernels.Product(weight, bias, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product [..., out] of `x` [..., in]."""
@@ -82,17 +89,21 @@ class KernelLinear(nn.Module):
 class LinearStore:
     """A chooser of layouts: one choice for each shape of weight."""
 
-    def __init__(self, *, deterministic: bool) -> None:
+    def __init__(self, *, deterministic: bool, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: of what weights are multiplied with, and of those that are not quantised."""
         self._deterministic = deterministic
-        self._chosen: dict[tuple[int, int, torch.dtype], type[nn.Module] | None] = {}
+        self._dtype = dtype
+        self._chosen: dict[tuple[object, ...], type[nn.Module] | None] = {}
         self.independent = True  # False once some weight has no layout whose rows are independent
         self.least_rows = 1  # rows from which on they are independent, whatever the weight
 
     @torch.inference_mode()
-    def store(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module | None:
+    def store(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> nn.Module | None:
         """Return a layer for this weight, or None to leave it as it is (other devices, or no better layout is
         sound).
         """
+        if isinstance(weight, Quantised):
+            return self._store_quantised(weight, bias)
         if weight.device.type != "cpu":
             return None
         key = (weight.shape[0], weight.shape[1], weight.dtype)
@@ -106,10 +117,28 @@ class LinearStore:
         """Give every linear layer of a model its layout, in place. Tied weights are copied."""
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
+                if isinstance(child, QuantisedLinear) or type(child) is nn.Linear:
                     stored = self.store(child.weight, child.bias)
                     if stored is not None:
                         setattr(parent, name, stored)
+
+    def _store_quantised(self, weight: Quantised, bias: torch.Tensor | None) -> nn.Module:
+        """Return a layer of the kernels; of torch's operators, which are slow, if that is not sound."""
+        key = (*weight.shape, weight.name, weight.offsets is None)
+        if key not in self._chosen:
+            layer = KernelLinear(weight, None, self._dtype)
+            x = _rows(5, weight.shape[1], self._dtype)
+            expected = weight.product(x)
+            # Both add up in single precision, whatever the type of x.
+            close = (layer.product(x) - expected).abs().max() <= 1e-5 * (expected.abs().max() + 1e-6)
+            sound = bool(close) and (
+                not self._deterministic or rows_are_independent(layer, weight.shape, self._dtype, 1)
+            )
+            self._chosen[key] = KernelLinear if sound else None
+        if self._chosen[key] is not None:
+            return KernelLinear(weight, bias, self._dtype)
+        self.independent = False
+        return QuantisedLinear(weight, bias)
 
     def _choose(self, weight: torch.Tensor) -> type[nn.Module] | None:
         limit = TRANSPOSED_UP_TO if self._deterministic else TRANSPOSED_ROW_UP_TO
@@ -121,7 +150,8 @@ class LinearStore:
             try:
                 layer = kind(weight, None)
                 sound = self._close(layer, weight) and (
-                    not self._deterministic or rows_are_independent(layer, weight, least_rows)
+                    not self._deterministic
+                    or rows_are_independent(layer, weight.shape, weight.dtype, least_rows)
                 )
             except (RuntimeError, NotImplementedError, AttributeError):
                 continue  # this build of torch has no such operator
@@ -129,26 +159,34 @@ class LinearStore:
                 self.least_rows = max(self.least_rows, least_rows)
                 return kind
         self.least_rows = ROW_COUNTS[0]
-        if self._deterministic and not rows_are_independent(lambda x: linear(x, weight), weight):
+        if self._deterministic and not rows_are_independent(
+            lambda x: linear(x, weight), weight.shape, weight.dtype
+        ):
             self.independent = False
         return None
 
     @staticmethod
     def _close(layer: Product, weight: torch.Tensor) -> bool:
-        x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        x = _rows(5, weight.shape[1], weight.dtype)
         ours, expected = layer(x).float(), linear(x, weight).float()
         tolerance = (1e-5 if weight.dtype == torch.float32 else 2e-2) * float(expected.abs().max() + 1e-6)
         return bool((ours - expected).abs().max() <= tolerance)
 
 
-def rows_are_independent(product: Product, weight: torch.Tensor, least: int = ROW_COUNTS[0]) -> bool:
-    """Return True if the first and last rows of a product are bit for bit the same for any number of rows
-    from `least` on.
+def rows_are_independent(
+    product: Product, shape: torch.Size, dtype: torch.dtype, least: int = ROW_COUNTS[0]
+) -> bool:
+    """Return True if the first and last rows of a product with a weight of this shape, of rows in `dtype`, are bit
+    for bit the same for any number of rows from `least` on.
     """
     tried = (*range(least, ROW_COUNTS[0]), *ROW_COUNTS)
-    counts = [n for n in tried if n * weight.numel() <= CHECK_UP_TO] or list(tried[:3])
-    x = torch.randn(counts[-1], weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    counts = [n for n in tried if n * shape.numel() <= CHECK_UP_TO] or list(tried[:3])
+    x = _rows(counts[-1], shape[1], dtype)
     whole = product(x)
     return all(
         torch.equal(product(x[:n]), whole[:n]) and torch.equal(product(x[-n:]), whole[-n:]) for n in counts
     )
+
+
+def _rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -10,9 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from laps_sd.service import tokenizer_match
+from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.quantisation.linear import Quantization, kinds_of, quantise_model
 
 
 def load_packed(
@@ -24,6 +26,7 @@ def load_packed(
     max_length: int,
     deterministic: bool,
     lean: bool,
+    quantization: Quantization = "none",
     trust_remote_code: bool = False,
 ) -> PackedModel:
     """Load one model, lay out its weights, and compare it with its plain forward. Raises ModelError in one
@@ -57,6 +60,12 @@ def load_packed(
     if wrong:
         raise ModelError(
             f"the {role} model in {directory} lacks weights or has them in another shape: {sorted(wrong)[0]}"
+        )
+    quantise_model(model, quantization)
+    without_kernels = kernels.why_not(device, dtype, kernels.GRAIN)
+    if without_kernels and kinds_of(model):
+        raise ModelError(
+            f"quantised weights need the kernels in C ({without_kernels}): LAPS_SD_ENGINE=vllm serves them elsewhere"
         )
     packed = PackedModel(model.to(device), role=role, max_length=max_length, deterministic=deterministic)
     packed.self_check(lean=lean)

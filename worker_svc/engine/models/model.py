@@ -27,6 +27,7 @@ from worker_svc.engine.models.linears import LinearStore
 from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
 from worker_svc.engine.models.probe import probe
 from worker_svc.engine.models.segments import MIN_ROWS, Planner, exact_spans
+from worker_svc.engine.quantisation.linear import kinds_of, parameters_of
 
 ATTENTION = "laps_sd_pool"
 # tokens of the longest sequence of the check at loading, whatever the context length of the settings
@@ -63,7 +64,8 @@ class PackedModel:
         self.role = role
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.parameters = sum(weight.numel() for weight in model.parameters())
+        self.parameters = parameters_of(model)
+        self.quantised = kinds_of(model)  # kinds of quantised weights, in words
         self.pool: KVPool
         self.planner: Planner | KernelPlanner
         self.shape = probe(model, role=role, max_length=max_length)
@@ -82,7 +84,7 @@ class PackedModel:
     @torch.inference_mode()
     def optimise(self, *, lean: bool) -> None:
         """Re-lay the weights for this device, and take the short forward where there is one. Before `attach`."""
-        store = LinearStore(deterministic=self.deterministic)
+        store = LinearStore(deterministic=self.deterministic, dtype=self.dtype)
         if lean and LeanModel.serves(self.model):
             shape = self.shape
             self._lean = LeanModel(

@@ -1,0 +1,1 @@
+"""Quantised weights: linear layers, and the checkpoints that have them."""
