@@ -20,7 +20,9 @@ def fingerprint(directory: Path) -> str:
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
     files = sorted(
-        p for p in directory.iterdir() if p.suffix in {".safetensors", ".bin"} or p.name == "tokenizer.json"
+        p
+        for p in directory.iterdir()
+        if p.suffix in {".safetensors", ".bin", ".gguf"} or p.name == "tokenizer.json"
     )
     for path in files:
         size = path.stat().st_size

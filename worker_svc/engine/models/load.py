@@ -14,6 +14,7 @@ from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.quantisation.checkpoint import is_quantised, load_quantised
 from worker_svc.engine.quantisation.linear import Quantization, kinds_of, quantise_model
 
 
@@ -37,17 +38,23 @@ def load_packed(
     transformers_logging.set_verbosity_error()  # the causes of its warnings are raised below
     transformers_logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )
+        if is_quantised(directory):
+            model = load_quantised(directory, dtype=dtype, trust_remote_code=trust_remote_code)
+            info: dict[str, Any] = {}
+        else:
+            config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+            )
+    except ModelError as error:
+        raise ModelError(f"the {role} model in {directory} {error}") from error
     except (
         Exception
     ) as error:  # transformers, safetensors and json raise a dozen kinds; each means "cannot be loaded"
