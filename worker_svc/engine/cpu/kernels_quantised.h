@@ -176,76 +176,54 @@ INLINE void multiply_group(int half, int rows, const word *x, int64_t in, const 
         add_group(block, blocks->offsets, bias, sum[r], blocks->offsets ? of_x[r * blocks->groups] : 0, to + r * blocks->columns);
 }
 
-/* All rows against one panel: its groups one after another, each expanded once. */
-INLINE void multiply_panel(int half, const Lookup *lookup, const word *x, int64_t rows, const Blocks *blocks, const uint8_t *panel,
-                           const float *bias, const float *of_x, float *out) {
-    word expanded[MOST_GROUP * PANEL] __attribute__((aligned(64)));
-    const int64_t in = blocks->groups * blocks->words;
-    int64_t divided = (rows + WITH_1 - 1) / WITH_1;
-    for (int64_t g = 0; g < blocks->groups; g++, panel += blocks->block) {
-        const float *first_bias = g ? NULL : bias ? bias : zeros;
-        const uint8_t *codes = panel + blocks->codes;
-        if (blocks->bits == 8)
-            expand(8, half, lookup, codes, blocks->words * (half ? 2 : 1), expanded);
-        else
-            expand(4, half, lookup, codes, blocks->words * (half ? 2 : 1), expanded);
-        for (int64_t at = 0, first = 0, next; at < divided; at++, first = next) {
-            next = rows * (at + 1) / divided;
-            const word *own = x + first * in + g * blocks->words;
-            const float *sums = of_x + first * blocks->groups + g;
-            const uint8_t *ahead = at ? NULL : panel + blocks->block;
-            float *to = out + first * blocks->columns;
-#define ROWS_ARE(n) case n: if (n <= WITH_1) multiply_group(half, n, own, in, expanded, blocks, panel, first_bias, sums, to, ahead); break;
-            switch (next - first) {
-                ROWS_ARE(1) ROWS_ARE(2) ROWS_ARE(3) ROWS_ARE(4) ROWS_ARE(5) ROWS_ARE(6) ROWS_ARE(7)
-                ROWS_ARE(8) ROWS_ARE(9) ROWS_ARE(10) ROWS_ARE(11) ROWS_ARE(12) ROWS_ARE(13) ROWS_ARE(14)
-            }
-#undef ROWS_ARE
-        }
-    }
-}
-
 #ifdef DOTS
-/* A few rows against neighbouring panels, straight from the codes: what waits for memory, decodes and multiplies does so at the same time. */
-INLINE void multiply_coded(int bits, int rows, int panels, const Lookup *lookup, const word *x, const Blocks *blocks, const uint8_t *panel,
-                           const float *bias, const float *of_x, float *out) {
+/* One group of neighbouring panels against a few rows, straight from the codes: what waits for memory, decodes and multiplies does so at the same time.
+   expanded: where the words of one panel go for further rows; may be missing. */
+INLINE void multiply_codes(int bits, int rows, int panels, const Lookup *lookup, const word *x, const Blocks *blocks, const uint8_t *block,
+                           const float *bias, const float *of_x, float *to, word *expanded) {
     const int64_t in = blocks->groups * blocks->words, apart = blocks->groups * blocks->block;
     const int at_once = 8 / bits;
-    for (int64_t g = 0; g < blocks->groups; g++, panel += blocks->block, x += blocks->words) {
-        floats sum[WITH_1][4][VECTORS];
+    floats sum[WITH_1][4][VECTORS];
 #pragma GCC unroll 14
-        for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; p++)
+        for (int p = 0; p < panels; p++)
 #pragma GCC unroll 2
-                for (int j = 0; j < VECTORS; j++) sum[r][p][j] = (floats){0};
-        const uint8_t *line = panel + blocks->codes;
-        for (int64_t k = 0; k < blocks->words; k += at_once, line += LINE)
+            for (int j = 0; j < VECTORS; j++) sum[r][p][j] = (floats){0};
+    const uint8_t *line = block + blocks->codes;
+    for (int64_t k = 0; k < blocks->words; k += at_once, line += LINE)
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; p++) {
-                words part[4];
-                __builtin_prefetch(line + p * apart + FETCH_AHEAD);
-                decode(bits, lookup, line + p * apart, part);
+        for (int p = 0; p < panels; p++) {
+            words part[4];
+            __builtin_prefetch(line + p * apart + FETCH_AHEAD);
+            decode(bits, lookup, line + p * apart, part);
+            if (expanded)
+#pragma GCC unroll 4
+                for (int i = 0; i < at_once * VECTORS; i++) *(words_anywhere *)(expanded + k * PANEL + i * LANES) = part[i];
 #pragma GCC unroll 2
-                for (int i = 0; i < at_once; i++)
+            for (int i = 0; i < at_once; i++)
 #pragma GCC unroll 14
-                    for (int r = 0; r < rows; r++) {
-                        words own = (words){0} + x[r * in + k + i];
+                for (int r = 0; r < rows; r++) {
+                    words own = (words){0} + x[r * in + k + i];
 #pragma GCC unroll 2
-                        for (int j = 0; j < VECTORS; j++) sum[r][p][j] = add_product(sum[r][p][j], own, part[2 * i + j], 1);
-                    }
-            }
+                    for (int j = 0; j < VECTORS; j++) sum[r][p][j] = add_product(sum[r][p][j], own, part[2 * i + j], 1);
+                }
+        }
 #pragma GCC unroll 14
-        for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int p = 0; p < panels; p++)
-                add_group(panel + p * apart, blocks->offsets, g ? NULL : bias ? bias + p * PANEL : zeros, sum[r][p], blocks->offsets ? of_x[r * blocks->groups + g] : 0,
-                          out + r * blocks->columns + p * PANEL);
-    }
+        for (int p = 0; p < panels; p++)
+            add_group(block + p * apart, blocks->offsets, bias ? bias + p * PANEL : bias, sum[r][p], blocks->offsets ? of_x[r * blocks->groups] : 0,
+                      to + r * blocks->columns + p * PANEL);
 }
-#endif
 
-#ifdef DOTS
+/* All groups of neighbouring panels against a few rows. */
+INLINE void multiply_coded(int bits, int rows, int panels, const Lookup *lookup, const word *x, const Blocks *blocks, const uint8_t *panel,
+                           const float *bias, const float *of_x, float *out) {
+    for (int64_t g = 0; g < blocks->groups; g++, panel += blocks->block, x += blocks->words)
+        multiply_codes(bits, rows, panels, lookup, x, blocks, panel, g ? NULL : bias, of_x + (blocks->offsets ? g : 0), out, NULL);
+}
+
 /* As many of the panels [first, last) as go together with so few rows; returns the first of the others. */
 INLINE int64_t multiply_few(int bits, const Lookup *lookup, const word *x, int64_t rows, const Blocks *blocks, const uint8_t *weights, const float *bias,
                             const float *of_x, float *out, int64_t first, int64_t last) {
@@ -253,7 +231,7 @@ INLINE int64_t multiply_few(int bits, const Lookup *lookup, const word *x, int64
 #define ROWS_ARE(r, n, most) \
     case r: \
         if (r <= most) \
-            multiply_coded(bits, r, n, lookup, x, blocks, weights + first * apart, bias ? bias + first * PANEL : bias, of_x, out + first * PANEL); \
+            multiply_coded(bits, r, n, lookup, x, blocks, weights + first * apart, bias ? bias + first * PANEL : zeros, of_x, out + first * PANEL); \
         break;
     for (; rows <= WITH_4 && first + 4 <= last; first += 4) switch (rows) { ROWS_ARE(1, 4, WITH_4) ROWS_ARE(2, 4, WITH_4) }
     for (; rows <= WITH_1 && first < last; first++)
@@ -265,7 +243,51 @@ INLINE int64_t multiply_few(int bits, const Lookup *lookup, const word *x, int64
 #undef ROWS_ARE
     return first;
 }
+
+/* The first block of more than WITH_1 rows, which leaves the words of a group of 4 bits for the other blocks. (With 8 bits there are too few registers: 16
+   rows take 18.9 ms where expanding first takes 16.4.) */
+INLINE void multiply_and_expand(int64_t rows, const Lookup *lookup, const word *x, const Blocks *blocks, const uint8_t *block, const float *bias,
+                                const float *of_x, float *to, word *expanded) {
+#define ROWS_ARE(n) case n: multiply_codes(4, n, 1, lookup, x, blocks, block, bias, of_x, to, expanded); break;
+    switch (rows) { ROWS_ARE(7) ROWS_ARE(8) ROWS_ARE(9) ROWS_ARE(10) ROWS_ARE(11) ROWS_ARE(12) ROWS_ARE(13) ROWS_ARE(14) }
+#undef ROWS_ARE
+}
 #endif
+
+/* All rows against one panel: its groups one after another, each expanded once. */
+INLINE void multiply_panel(int half, const Lookup *lookup, const word *x, int64_t rows, const Blocks *blocks, const uint8_t *panel, const float *bias,
+                           const float *of_x, float *out) {
+    word expanded[MOST_GROUP * PANEL] __attribute__((aligned(64)));
+    const int64_t in = blocks->groups * blocks->words;
+    const int64_t divided = (rows + WITH_1 - 1) / WITH_1;
+    for (int64_t g = 0; g < blocks->groups; g++, panel += blocks->block, x += blocks->words) {
+        const float *first_bias = g ? NULL : bias ? bias : zeros;
+        const uint8_t *codes = panel + blocks->codes;
+        const int64_t inputs = blocks->words * (half ? 2 : 1);
+        int64_t at = 0, first = 0, next;
+        if (blocks->bits == 8)
+            expand(8, half, lookup, codes, inputs, expanded);
+#ifdef DOTS
+        else if (half) /* there are more than WITH_1 rows: see multiply_few */
+            multiply_and_expand(first = rows / divided, lookup, x, blocks, panel, first_bias, of_x + (blocks->offsets ? g : 0), out, expanded), at = 1;
+#endif
+        else
+            expand(4, half, lookup, codes, inputs, expanded);
+        for (; at < divided; at++, first = next) {
+            next = rows * (at + 1) / divided;
+            const word *own = x + first * in;
+            const float *sums = of_x + (blocks->offsets ? first * blocks->groups + g : 0);
+            const uint8_t *ahead = at ? NULL : panel + blocks->block;
+            float *to = out + first * blocks->columns;
+#define ROWS_ARE(n) case n: if (n <= WITH_1) multiply_group(half, n, own, in, expanded, blocks, panel, first_bias, sums, to, ahead); break;
+            switch (next - first) {
+                ROWS_ARE(1) ROWS_ARE(2) ROWS_ARE(3) ROWS_ARE(4) ROWS_ARE(5) ROWS_ARE(6) ROWS_ARE(7)
+                ROWS_ARE(8) ROWS_ARE(9) ROWS_ARE(10) ROWS_ARE(11) ROWS_ARE(12) ROWS_ARE(13) ROWS_ARE(14)
+            }
+#undef ROWS_ARE
+        }
+    }
+}
 
 INLINE void multiply_quantised(int half, const Matrix *matrix, const word *x, int64_t rows, float *out, int64_t first, int64_t last) {
     const Lookup lookup = lookup_of();
