@@ -96,10 +96,19 @@ def test_architectures_that_work(name: str, tmp_path: Path, device: str) -> None
 
 REFUSED = {
     "softcap": (transformers.Gemma2Config(**SMALL, head_dim=16), "soft-capped"),
-    "window": (transformers.MistralConfig(**SMALL, sliding_window=64), "sliding window of 64"),
     "sinks": (transformers.GptOssConfig(**{**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1}, head_dim=16), "sinks"),
     "no interface": (transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), "attention interface"),
-    "recurrent": (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "not supported"),
+    "recurrent": (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "attention interface"),
+    "linear": (transformers.MiniMaxConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "the type linear_attention"),
+    "latent": (transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+                                             topk_group=1, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16,
+                                             qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1), "latent attention"),
+    "angles": (transformers.Phi3Config(**SMALL, sliding_window=None, original_max_position_embeddings=64,
+                                       rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+                                                        "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}),
+               "LAPS_SD_CONTEXT_TOKENS to at most 64"),
+    "scales": (transformers.Llama4TextConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, head_dim=16, intermediate_size_mlp=96,
+                                             attention_chunk_size=512, floor_scale=128), "from 128 tokens on"),
 }  # fmt: skip
 
 
@@ -110,6 +119,7 @@ def test_architectures_that_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words) as caught:
         load_pair(directory, max_length=128)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("use --engine vllm")
 
 
 def write_tokenizer(directory: Path, words: list[str]) -> None:

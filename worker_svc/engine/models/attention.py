@@ -7,7 +7,7 @@ once per segment:
 
     query    [pieces, key/value heads, group * tokens, head size]      the query heads of a group are folded into the rows
     key      [pieces, key/value heads, kv, head size]                  gathered from the pool; of a single piece a view
-    mask     [pieces, 1, group * tokens, kv]                           additive, 0 or -inf; shared by all layers
+    mask     [pieces, 1, group * tokens, kv]                           additive, 0 or -inf; shared by all layers of one reach
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def attend_rows(
     if plan.pieces is not None:
         return kernels.attend(query, pool.layers[layer], plan.pieces, scale)
     keys, values = pool.keys[layer], pool.values[layer]  # [pool rows, key/value heads, size]
-    parts = [_attend_segment(query, keys, values, segment, scale, behind) for segment in plan.segments]
+    reach = plan.reach_of_layer[layer]
+    parts = [_attend_segment(query, keys, values, segment, reach, scale, behind) for segment in plan.segments]
     if plan.padding:
         parts.append(query.new_zeros((plan.padding, *query.shape[1:])))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -60,13 +61,14 @@ def _attend_segment(
     keys: torch.Tensor,
     values: torch.Tensor,
     segment: Segment,
+    reach: int,
     scale: float,
     behind: int,
 ) -> torch.Tensor:
     """Return the attention of one segment: [pieces * count, heads, size]."""
     heads, size = query.shape[1:]
     kv_heads = keys.shape[1]
-    group = heads // kv_heads
+    group, mask = heads // kv_heads, segment.masks[reach]
     pieces, count, spare = segment.pieces, segment.count, segment.spare
     k = _entries(keys, segment)  # [pieces, kv_heads, kv, size]
     v = _entries(values, segment)
@@ -76,7 +78,7 @@ def _attend_segment(
         q = q.view(count, kv_heads, group, size).permute(2, 1, 0, 3)  # [group, kv_heads, count, size]
         q = pad(q, (0, 0, 0, spare)) if spare else q
         out = scaled_dot_product_attention(
-            q, k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1), attn_mask=segment.mask, scale=scale
+            q, k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1), attn_mask=mask, scale=scale
         )
         return out[:, :, :count].permute(2, 1, 0, 3).reshape(count, heads, size)
     if count == 1 and 0 < spare <= behind:
@@ -89,7 +91,7 @@ def _attend_segment(
         q = q.view(pieces, count, kv_heads, group, size)
         q = q.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, group * count, size)
         q = pad(q, (0, 0, 0, spare)) if spare else q
-    out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if spare:
         out = out[:, :, : group * count]
     out = out.reshape(pieces, kv_heads, group, count, size)

@@ -2,8 +2,7 @@
 
 Any decoder of transformers that uses its attention interface will do: we register an attention function that
 reads and writes the pool, and all its inputs are keyword arguments of the forward. Models that cannot work
-are refused with one sentence: recurrent layers (no rollback), windows shorter than the context, soft-capped
-scores, sinks. Because some architectures take the interface and ignore it, every model is compared with its
+are refused with one sentence: recurrent layers (no rollback), soft-capped scores, sinks. Because some architectures take the interface and ignore it, every model is compared with its
 own plain forward before it serves.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -25,7 +24,8 @@ from worker_svc.engine.models.fused_llama import LeanModel
 from worker_svc.engine.models.hidden import HiddenRows, hidden_size, taken_from
 from worker_svc.engine.models.linears import LinearStore
 from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
-from worker_svc.engine.models.probe import probe
+from worker_svc.engine.models.probe import INSTEAD, lengths_within, probe, shrunk
+from worker_svc.engine.models.reach import FULL, Reach
 from worker_svc.engine.models.segments import MIN_ROWS, Planner, exact_spans
 from worker_svc.engine.quantisation.linear import kinds_of, parameters_of
 
@@ -55,6 +55,15 @@ def _pool_attention(
 AttentionInterface.register(ATTENTION, _pool_attention)
 
 
+class _Check(NamedTuple):
+    """What packed forwards are compared with."""
+
+    lengths: tuple[str, ...]  # of the configuration that are SHRUNK
+    where: str  # contexts for which it stands, in words
+    reaches: tuple[Reach, ...]  # of each layer
+    expected: list[torch.Tensor]  # logits [tokens, vocab] of each text
+
+
 class PackedModel:
     """A decoder whose forward takes packed rows of many sequences. Give it a pool with `attach` before
     `forward`."""
@@ -73,7 +82,9 @@ class PackedModel:
         self.deterministic = deterministic
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         # True if attention is computed by `kernels`: any pieces together cost as much as one by one.
-        self.by_kernels = kernels.serve(self.device, self.dtype, self.shape.head_size)
+        self.by_kernels = not self.shape.limits and kernels.serve(
+            self.device, self.dtype, self.shape.head_size
+        )
         self.all_by_kernels = False  # the same for all between the embedding and the last product
         self.independent = True  # False: a product's rows were found to depend on each other
         self._max_length = max_length
@@ -133,8 +144,8 @@ class PackedModel:
             device=self.device,
         )
 
-    def attach(self, pool: KVPool) -> None:
-        """Use this pool from now on."""
+    def attach(self, pool: KVPool, reaches: Sequence[Reach] | None = None) -> None:
+        """Use this pool from now on. `reaches`: of each layer, if not the model's own."""
         self.pool = pool
         if self.by_kernels:
             self.planner = KernelPlanner(pool, min_rows=self._min_rows, flat=not self.all_by_kernels)
@@ -145,6 +156,7 @@ class PackedModel:
             dtype=self.dtype,
             spans=self._spans,
             min_rows=self._min_rows,
+            reaches=self.shape.reaches if reaches is None else reaches,
         )
 
     def forward(
@@ -187,6 +199,8 @@ class PackedModel:
         if self.device.type != "cpu":
             return f"torch's operators on {self.device}, layers by {steps}"
         reason = kernels.why_not(self.device, self.dtype, self.shape.head_size)
+        if self.shape.limits:
+            reason = f"they attend to all tokens, and layers attend to {self.shape.limits[0].words}"
         return f"torch's operators in place of the kernels in C ({reason}), layers by {steps}"
 
     @property
@@ -227,25 +241,63 @@ class PackedModel:
         """Take the model's plain forward, then `optimise`, and compare packed forwards with it. Raises
         ModelError if they differ.
 
-        Two sequences: prefilled in ragged chunks side by side, then one more token each.
+        Two sequences: prefilled in ragged chunks side by side, then one more token each. Where layers do not
+        see the whole of the longest context, it is done again with windows and chunks so short that the
+        sequences pass them: the same code as beyond the real ones runs, at the price of a few tokens.
         """
         generator = torch.Generator().manual_seed(0)
-        lengths, cuts = (CHECKED, 7), ((0, 5, 10, CHECKED), (0, 6, 6, 7))
         texts = [
-            torch.randint(self.shape.vocab_size, (n,), generator=generator).to(self.device) for n in lengths
+            torch.randint(self.shape.vocab_size, (n,), generator=generator).to(self.device)
+            for n in (CHECKED, 7)
         ]
-        self.model.set_attn_implementation("sdpa")
+        lengths = lengths_within(self.model, self._max_length)
+        checks = [_Check((), "", self.shape.reaches, self._plain(texts))]
+        if lengths or self.shape.limits:
+            checks.append(self._short_check(lengths, texts))
+        self.optimise(lean=lean)
+        for check in checks:
+            with shrunk(self.model, check.lengths):
+                worst = self._packed_difference(texts, check)
+            scale = max(float(logits.abs().max()) for logits in check.expected)
+            tolerance = (1e-4 if self.dtype == torch.float32 else 0.06) * max(1.0, scale)
+            if not worst <= tolerance:
+                raise ModelError(
+                    f"the {self.role} model ({self.kind}) computes something else when packed than by itself"
+                    f"{check.where} (logits differ by {worst:.2g}): {INSTEAD}"
+                )
+
+    def _short_check(self, lengths: dict[str, int], texts: Sequence[torch.Tensor]) -> _Check:
+        """Return the check with these lengths of the configuration SHRUNK."""
+        with shrunk(self.model, tuple(lengths)):
+            short = probe(self.model, role=self.role, max_length=CHECKED)
+            for real, tried in zip(self.shape.reaches, short.reaches, strict=True):
+                if real != FULL and tried == FULL:
+                    raise ModelError(
+                        f"the {self.role} model ({self.kind}) has {real.words}, which cannot be checked: {INSTEAD}"
+                    )
+            expected = self._plain(texts)
+        limits = [reach.limit for reach in self.shape.limits if reach.limit is not None]
+        least = min([*lengths.values(), *limits])
+        return _Check(tuple(lengths), f" in contexts of {least} tokens and more", short.reaches, expected)
+
+    def _plain(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the logits [tokens, vocab] of texts by transformers' own forward."""
+        # Attention with parts that SDPA lacks has an eager form only.
+        self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
         try:
-            expected = [self.model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
+            return [self.model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts]
         finally:
             self.model.set_attn_implementation(ATTENTION)
-        self.optimise(lean=lean)
-        self.attach(self.new_pool(blocks=4, block_size=8, region_tokens=8))
+
+    def _packed_difference(self, texts: Sequence[torch.Tensor], check: _Check) -> float:
+        """Return the largest difference of a packed forward's logits from the expected ones."""
+        cuts = ((0, 5, 10, CHECKED), (0, 6, 6, 7))
+        self.attach(self.new_pool(blocks=4, block_size=8, region_tokens=8), check.reaches)
+        worst = 0.0
         try:
             places = [self.pool.new_table() for _ in texts]
             self.pool.hold([(places[0], 1, 1), (places[1], 1, 1)])
             self.pool.hold([(places[0], 2, 2)])  # not next to its first block: gathered
-            worst, scale = 0.0, max(float(logits.abs().max()) for logits in expected)
             for step in range(3):
                 spans = [
                     (i, cuts[i][step], cuts[i][step + 1])
@@ -258,19 +310,13 @@ class PackedModel:
                     ids[row : row + end - begin] = texts[i][begin:end]
                 logits = self.forward(ids, plan, None).float()
                 for (i, begin, end), row in zip(spans, plan.first_row, strict=True):
-                    worst = max(
-                        worst, float((logits[row : row + end - begin] - expected[i][begin:end]).abs().max())
-                    )
+                    rows = logits[row : row + end - begin]
+                    worst = max(worst, float((rows - check.expected[i][begin:end]).abs().max()))
         except (TypeError, RuntimeError, KeyError, IndexError) as error:
             raise ModelError(
-                f"the {self.role} model ({self.kind}) cannot run packed: {first_line(error)}"
+                f"the {self.role} model ({self.kind}) cannot run packed ({first_line(error)}): {INSTEAD}"
             ) from error
-        tolerance = (1e-4 if self.dtype == torch.float32 else 0.06) * max(1.0, scale)
-        if not worst <= tolerance:
-            raise ModelError(
-                f"the {self.role} model ({self.kind}) computes something else when packed than by itself "
-                f"(logits differ by {worst:.2g}): this architecture is not supported"
-            )
+        return worst
 
     @property
     def kind(self) -> str:

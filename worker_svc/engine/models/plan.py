@@ -34,7 +34,8 @@ class Segment:
     kv: int  # keys that attention reads for each piece
     base: int  # pool row of the first key of a single piece in one run of blocks
     index: torch.Tensor | None  # pool rows [pieces * kv] to gather, otherwise
-    mask: torch.Tensor | None  # [pieces, 1, rows, kv]; None where every key counts for every row
+    # For each reach of the plan [pieces, 1, rows, kv]; None where every key counts for every row.
+    masks: list[torch.Tensor | None]
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Plan:
     # rows whose addresses it holds.
     pieces: torch.Tensor | None = None
     scattered: list[torch.Tensor] = field(default_factory=list)
+    reach_of_layer: Sequence[int] = ()  # the index in `Segment.masks` by layer
 
 
 class KernelPlanner:

@@ -19,6 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from worker_svc.engine.cache.kv import KV_TILE, BlockTable, KVPool
 from worker_svc.engine.models.plan import UNFOLDED_FROM, Piece, Plan, Segment
+from worker_svc.engine.models.reach import Reach
 
 MIN_ROWS = 4  # rows from which products on the CPU are independent of the number of rows
 GRANULE = 16  # the number of keys read is a multiple of it
@@ -42,7 +43,9 @@ class Planner:
         dtype: torch.dtype,
         spans: Sequence[int] | None,
         min_rows: int,
+        reaches: Sequence[Reach],
     ) -> None:
+        """`reaches`: of each layer; the other arguments are below."""
         self._pool = pool
         self._group = group
         self._dtype = dtype
@@ -50,6 +53,9 @@ class Planner:
         # there are.
         self._spans = spans
         self._min_rows = min_rows  # packed rows at least; the rest is padding
+        self._reaches = list(dict.fromkeys(reaches))
+        self._reach_of_layer = [self._reaches.index(reach) for reach in reaches]
+        self._limited = any(reach.limit is not None for reach in self._reaches)
         self._device = pool.device
         self._keys = torch.arange(pool.total_rows, device=pool.device)
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
@@ -82,6 +88,7 @@ class Planner:
             index[1, at : at + rows.numel()] = rows
         write_first = write[0] if len(pieces) == 1 and not gathered else None
         plan = Plan(len(positions), order, first_row, index[0], index[1], [], padding, write_first)
+        plan.reach_of_layer = self._reach_of_layer
         for begin, end in runs:
             members = order[begin:end]
             span = self._span(max(ends[i] for i in members), alone and pieces[0].tokens == 1)
@@ -93,25 +100,29 @@ class Planner:
 
         Returns False if a new plan has to be built.
         """
-        if plan.padding or any(segment.count > 1 or segment.index is not None for segment in plan.segments):
+        if self._limited or plan.padding:
+            return False
+        if any(segment.count > 1 or segment.index is not None for segment in plan.segments):
             return False
         plan.positions.add_(1)
         plan.write_rows.add_(1)
         if plan.write_first is not None:
             plan.write_first += 1
         for segment in plan.segments:
-            if segment.mask is None:
+            if segment.masks[0] is None:
                 segment.kv += 1
             else:
-                segment.mask = self._mask(plan.positions, segment)
+                segment.masks = [self._mask(plan.positions, segment, self._reaches[0])]
         return True
 
-    def _mask(self, positions: torch.Tensor, segment: Segment) -> torch.Tensor:
+    def _mask(self, positions: torch.Tensor, segment: Segment, reach: Reach) -> torch.Tensor:
         """Return the additive mask [pieces, 1, folded rows, kv] of rows at the plan's positions."""
         own = positions[segment.first : segment.first + segment.pieces * segment.count]
-        mask = torch.where(
-            self._keys[: segment.kv] <= own.view(segment.pieces, 1, segment.count, 1), self._zero, self._never
-        )  # [pieces, 1, count, kv]
+        own, keys = own.view(segment.pieces, 1, segment.count, 1), self._keys[: segment.kv]
+        seen = keys <= own
+        if reach.limit is not None:
+            seen &= keys >= reach.first(own)
+        mask = torch.where(seen, self._zero, self._never)  # [pieces, 1, count, kv]
         if segment.count == 1:  # a single row serves all heads of the group by broadcasting
             return mask.expand(-1, -1, self._group + segment.spare, -1)
         if segment.count < UNFOLDED_FROM and self._group > 1:
@@ -170,9 +181,12 @@ class Planner:
             index = torch.cat([self._rows(pieces[i].place, span) for i in members])
         folded = count if count >= UNFOLDED_FROM else count * self._group
         spare = _spare_rows(folded) if self._spans is not None else 0
-        segment = Segment(first_row[members[0]], len(members), count, spare, span, base or 0, index, None)
-        if count > 1 or any(pieces[i].start + 1 != span for i in members):
-            segment.mask = self._mask(positions, segment)
+        segment = Segment(first_row[members[0]], len(members), count, spare, span, base or 0, index, [])
+        masked = count > 1 or any(pieces[i].start + 1 != span for i in members)
+        last = max(pieces[i].start + count - 1 for i in members)
+        for reach in self._reaches:
+            hides = reach.limit is not None and last >= reach.limit
+            segment.masks.append(self._mask(positions, segment, reach) if masked or hides else None)
         return segment
 
     def _rows(self, place: BlockTable, span: int) -> torch.Tensor:
