@@ -55,7 +55,7 @@ _Static_assert(sizeof(Weights) == 36 * sizeof(int64_t), "the caller writes thirt
 typedef struct {
     const Weights *weights;
     int64_t layers, hidden, inner, heads, kv_heads, size;
-    const void *embedding; /* [tokens, hidden] */
+    const void *embedding; /* [tokens, hidden]; missing if it is the weights of `head` */
     int64_t tokens;
     const float *turns; /* see `turn` */
     const float *norm;  /* weight of the last one; may be missing */

@@ -34,6 +34,8 @@ MOST_HEAD_SIZE = 256
 PAIR = 2  # numbers in bfloat16 that are multiplied together
 MOST_THREADS = 256
 PIECE_NUMBERS = 5  # of a piece in kernels.h
+ALIGNED = 64  # bytes, of a cache line: weights that begin elsewhere are slower to read
+RELAID_TOGETHER = 64  # panels, of which a copy is made
 DTYPES = (torch.float32, torch.bfloat16)
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of a matrix in kernels.h
 
@@ -122,7 +124,10 @@ class Product:
         weight: torch.Tensor | Quantised,
         bias: torch.Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        in_place: bool = False,
     ) -> None:
+        """Take the weights. `in_place`: the layout may be written over `weight`, which has no other use."""
         self.outputs, self.width = weight.shape
         self.columns = -(-self.outputs // PANEL) * PANEL  # padded with zeros, so that panels are whole
         if not isinstance(weight, Quantised):
@@ -135,9 +140,13 @@ class Product:
             quantised = (weight.bits, weight.group, int(weight.offsets is not None))
         else:
             in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
-            panels = pad(weight, (0, 0, 0, behind)) if behind else weight
-            panels = panels.reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
-            self._weight = panels.transpose(1, 2).contiguous()
+            if behind:
+                weight = pad(weight, (0, 0, 0, behind))
+            panels = weight.detach().reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
+            if in_place and weight.is_contiguous() and weight.data_ptr() % ALIGNED == 0:
+                self._weight = _relaid(panels)
+            else:
+                self._weight = panels.transpose(1, 2).contiguous()
         self._bias = None if bias is None else pad(bias.float(), (0, behind)).contiguous()
         # A matrix of kernels.h, as numbers and in memory.
         self.matrix = (
@@ -145,6 +154,11 @@ class Product:
         )  # fmt: skip
         self._matrix = array("q", self.matrix)
         self.matrix_at = self._matrix.buffer_info()[0]
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the weight's rows [n, in] of these outputs [n] int64."""
+        rows = self._weight[outputs // PANEL, :, outputs % PANEL]  # [n, in / in_word, in_word]
+        return rows.flatten(1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [..., out] of `x` [..., in], which has the weight's type."""
@@ -156,6 +170,19 @@ class Product:
         out = torch.empty((rows, self.columns))
         _kernels.product(self.matrix_at, x.data_ptr(), rows, out.data_ptr())
         return out[:, : self.outputs]
+
+
+def _relaid(panels: torch.Tensor) -> torch.Tensor:
+    """Return `panels` [panels, PANEL, words, in_word] with the middle dimensions exchanged, in the same memory.
+
+    A panel takes the same bytes before and after.
+    """
+    count, _, words, in_word = panels.shape
+    relaid = panels.view(count, words, PANEL, in_word)
+    for first in range(0, count, RELAID_TOGETHER):
+        part = panels[first : first + RELAID_TOGETHER].transpose(1, 2).contiguous()
+        relaid[first : first + RELAID_TOGETHER] = part
+    return relaid
 
 
 def rotations(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -212,7 +239,7 @@ class Decoder:
 
     def __init__(
         self,
-        embedding: torch.Tensor,
+        embedding: torch.Tensor | None,
         layers: Sequence[LayerWeights],
         norm: torch.Tensor | None,
         head: Product,
@@ -226,7 +253,7 @@ class Decoder:
     ) -> None:
         """Take the weights of a model.
 
-        `embedding` [tokens, hidden] of the products' type, contiguous; `norm`: weight of the last norm;
+        `embedding` [tokens, hidden] of the products' type, contiguous; None: the weight of `head`; `norm`: weight of the last norm;
         `turns`: from `rotations`; `epsilon` of all norms; `scale` of attention.
         """
         hidden, inner = layers[0].out.columns, layers[0].down.width
@@ -246,7 +273,8 @@ class Decoder:
         )
         self._scratch = torch.empty(0)
         self._decoder = (
-            self._weights.buffer_info()[0], len(layers), hidden, inner, heads, kv_heads, size, embedding.data_ptr(), embedding.shape[0],
+            self._weights.buffer_info()[0], len(layers), hidden, inner, heads, kv_heads, size, _at(embedding),
+            head.outputs if embedding is None else embedding.shape[0],
             turns.data_ptr(), _at(norm), head.matrix_at, head.half, epsilon, scale,
         )  # fmt: skip
 

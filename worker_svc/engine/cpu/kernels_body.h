@@ -618,6 +618,21 @@ static int64_t leave_out(const Decoder *own, const Packed *packed, const int64_t
     return all_found == many ? rows : 0;
 }
 
+/* The weights [in] of one output of a product. */
+static void row_of(const Matrix *matrix, int64_t output, float *out) {
+    const int64_t in = matrix->in, at = output / PANEL * PANEL * in, column = output % PANEL;
+    if (matrix->kind == BFLOAT16) {
+        const uint16_t *from = (const uint16_t *)matrix->weights + at + 2 * column;
+        for (int64_t c = 0; c < in; c++) {
+            const uint32_t bits = (uint32_t)from[c / 2 * 2 * PANEL + c % 2] << 16;
+            memcpy(out + c, &bits, sizeof(float));
+        }
+    } else {
+        const float *from = (const float *)matrix->weights + at + column;
+        for (int64_t c = 0; c < in; c++) out[c] = from[c * PANEL];
+    }
+}
+
 /* Logits [many, columns] of the wanted rows, which are in pieces; keys and values of all rows go to the pool, and what is `copied` to its place.
    scratch: rows * (the wider of queries, keys and values together and twice `inner`, + twice hidden + the widest of hidden, heads and `inner`)
    + many * (hidden + 2) + pieces * 10 floats. 0: there is no such token, or row. */
@@ -639,7 +654,10 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
     for (int64_t row = 0; row < rows; row++) {
         const int64_t id = packed->ids[row];
         if (id < 0 || id >= own->tokens) return 0;
-        for (int64_t c = 0; c < hidden; c += LANES) store(x + row * hidden + c, load_from(own->embedding, id * hidden + c, half));
+        if (own->embedding)
+            for (int64_t c = 0; c < hidden; c += LANES) store(x + row * hidden + c, load_from(own->embedding, id * hidden + c, half));
+        else
+            row_of(own->head, id, x + row * hidden);
     }
     for (const Weights *weights = own->weights; weights < own->weights + own->layers; weights++, pool += packed->pool_layer) {
         const Layer layer = {pool, 2 * kv_heads * size * bytes, kv_heads * size * bytes, (int)size, half, own->scale};

@@ -23,23 +23,39 @@ from worker_svc.engine.cpu.quantised import Quantised, stacked
 from worker_svc.engine.models.attention import attend_rows
 from worker_svc.engine.models.hidden import HiddenRows
 from worker_svc.engine.models.linears import KernelLinear, LinearStore, Product
+from worker_svc.engine.models.memory import return_memory
 from worker_svc.engine.models.plan import Plan
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+# Bytes of an embedding from which on it is not kept beside an output layer with the same weights: a row of that
+# layer's layout takes microseconds to collect, which a small model would notice. Our choice.
+TIED_FROM_BYTES = 2**24
 STATIC_ROPES = frozenset(
     {"default", "linear", "llama3", "yarn"}
 )  # angles are a function of the position alone
 
 
 def _product(
-    store: LinearStore, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None, *, single: bool
+    store: LinearStore,
+    weight: torch.Tensor | Quantised,
+    bias: torch.Tensor | None = None,
+    *,
+    single: bool,
+    in_place: bool = False,
 ) -> Product:
     """Return x @ weight.T + bias as a function, in the layout that the store chose; `single`: in single
-    precision.
+    precision; `in_place` as in `LinearStore.store`.
+    """
+    return _called(store.store(weight, bias, in_place=in_place), weight, bias, single=single)
+
+
+def _called(
+    layer: nn.Module | None, weight: torch.Tensor | Quantised, bias: torch.Tensor | None, *, single: bool
+) -> Product:
+    """Return a layer of a store as a function.
 
     It is not called as a module: that takes as long as a small product.
     """
-    layer = store.store(weight, bias)
     if single and isinstance(layer, KernelLinear):
         return layer.product
     if isinstance(weight, Quantised):
@@ -118,7 +134,7 @@ class _Layer:
         self.before = _Norm(layer.input_layernorm)
         dtype = layer.input_layernorm.weight.dtype
         weight = self.before.fold(_together(weights, dtype))
-        self.qkv = product(weight, None if biases[0] is None else torch.cat(biases))
+        self.qkv = product(weight, None if biases[0] is None else torch.cat(biases), in_place=True)
         self.q_norm, self.k_norm = (
             None
             if norm is None
@@ -130,7 +146,7 @@ class _Layer:
         bias = None if both[0].bias is None else torch.cat([part.bias for part in both])
         weight = _together([part.weight for part in both], dtype)
         self.between = _Norm(layer.post_attention_layernorm)
-        self.gate_up = product(self.between.fold(weight), bias)
+        self.gate_up = product(self.between.fold(weight), bias, in_place=True)
         self.down = product(mlp.down_proj.weight, mlp.down_proj.bias)
         self.scale: float = attention.scaling
 
@@ -180,11 +196,22 @@ class LeanModel:
     ) -> None:
         self._heads, self._kv_heads, self._size = heads, kv_heads, size
         decoder = model.model
-        self._embedding = decoder.embed_tokens.weight
+        # None: its rows are those of the output layer.
+        self._embedding: torch.Tensor | None = decoder.embed_tokens.weight
+        self._width, device = self._embedding.shape[1], self._embedding.device
         layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
         widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
-        self._head = _product(store, model.lm_head.weight, model.lm_head.bias, single=by_kernels)
+        weight, bias = model.lm_head.weight, model.lm_head.bias
+        same = not isinstance(weight, Quantised) and weight.data_ptr() == self._embedding.data_ptr()
+        tied = same and weight.nbytes >= TIED_FROM_BYTES
+        head = store.store(weight, bias, in_place=tied or not same)
+        self._head = _called(head, weight, bias, single=by_kernels)
+        self._rows: kernels.Product | None = None
+        if tied and isinstance(head, KernelLinear):
+            self._embedding, self._rows = None, head.product
+            decoder.embed_tokens = nn.Identity()
         model.lm_head = nn.Identity()
+        del weight, head
         # True if all computation is by `kernels`, so that any number of rows will do.
         self.by_kernels = (
             by_kernels
@@ -205,11 +232,11 @@ class LeanModel:
                     layer = layer_of(decoder.layers[at], by_kernels=False)
             self._layers.append(layer)
             decoder.layers[at] = nn.Identity()
+            return_memory()
         self._norm = _Norm(decoder.norm)
-        positions = torch.arange(max_length, device=self._embedding.device)
-        cos, sin = decoder.rotary_emb(
-            self._embedding.float(), positions[None]
-        )  # [1, max_length, size], halves alike
+        positions = torch.arange(max_length, device=device)
+        # Of its first argument it takes the type and the device. [1, max_length, size], halves alike.
+        cos, sin = decoder.rotary_emb(torch.empty(1, dtype=torch.float32, device=device), positions[None])
         half = size // 2
         self.decoder: kernels.Decoder | None = None  # if all is computed by `kernels`
         if self.by_kernels and isinstance(self._head, kernels.Product):
@@ -256,13 +283,13 @@ class LeanModel:
             wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
             if hidden is None:
                 return self.decoder(ids, plan.pieces, pool.layers, wanted)
-            hidden.states = torch.empty((len(hidden.rows), self._embedding.shape[1]))
+            hidden.states = torch.empty((len(hidden.rows), self._width))
             copied = kernels.Copied(hidden.layer, kernels.int64s(hidden.rows), hidden.states)
             return self.decoder(ids, plan.pieces, pool.layers, wanted, copied)
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
         turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
-        x = self._embedding.index_select(0, ids)  # [total, hidden]
+        x = self._embedded(ids)
         own, first = total - plan.padding, plan.write_first
         for at, layer in enumerate(self._layers):
             if hidden is not None and at == hidden.layer:
@@ -286,6 +313,13 @@ class LeanModel:
         if logit_rows is not None:
             x = x.index_select(0, logit_rows)
         return self._head(self._norm(x))
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [total, hidden] of tokens [total]."""
+        if self._embedding is not None:
+            return self._embedding.index_select(0, ids)
+        assert self._rows is not None
+        return self._rows.rows(ids)
 
 
 def _side_by_side(size: int) -> torch.Tensor:

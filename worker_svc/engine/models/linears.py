@@ -18,6 +18,7 @@ not used.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -26,12 +27,14 @@ from torch.nn.functional import linear
 
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.cpu.quantised import Quantised
+from worker_svc.engine.models.memory import return_memory
 from worker_svc.engine.quantisation.linear import QuantisedLinear
 
 # Elements of a float32 weight. A deterministic model has four rows at least, a draft of one request has one.
 TRANSPOSED_UP_TO = 2**16
 TRANSPOSED_ROW_UP_TO = 2**20
 ROW_COUNTS = (4, 5, 7, 8, 11, 12, 16, 17, 33, 64, 80, 129, 320, 515)
+TRIED_OUTPUTS = 2048  # of a weight with more, in the layout of the kernels
 CHECK_UP_TO = 2**31  # multiplications that the check of one weight may cost per row count
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -77,9 +80,11 @@ class KernelLinear(nn.Module):
         weight: torch.Tensor | Quantised,
         bias: torch.Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
+        *,
+        in_place: bool = False,
     ) -> None:
         super().__init__()
-        self.product = kernels.Product(weight, bias, dtype)
+        self.product = kernels.Product(weight, bias, dtype, in_place=in_place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product [..., out] of `x` [..., in]."""
@@ -98,9 +103,11 @@ class LinearStore:
         self.least_rows = 1  # rows from which on they are independent, whatever the weight
 
     @torch.inference_mode()
-    def store(self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None) -> nn.Module | None:
+    def store(
+        self, weight: torch.Tensor | Quantised, bias: torch.Tensor | None = None, *, in_place: bool = False
+    ) -> nn.Module | None:
         """Return a layer for this weight, or None to leave it as it is (other devices, or no better layout is
-        sound).
+        sound). `in_place`: the layout may be written over the weight, which has no other use.
         """
         if isinstance(weight, Quantised):
             return self._store_quantised(weight, bias)
@@ -110,17 +117,27 @@ class LinearStore:
         if key not in self._chosen:
             self._chosen[key] = self._choose(weight)
         kind = self._chosen[key]
+        if kind is KernelLinear:
+            return KernelLinear(weight, bias, in_place=in_place)
         return None if kind is None else kind(weight, bias)
 
     @torch.inference_mode()
     def apply(self, model: nn.Module) -> None:
         """Give every linear layer of a model its layout, in place. Tied weights are copied."""
+        uses = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, QuantisedLinear) or type(child) is nn.Linear:
+                if isinstance(child, QuantisedLinear):
                     stored = self.store(child.weight, child.bias)
-                    if stored is not None:
-                        setattr(parent, name, stored)
+                elif type(child) is nn.Linear:
+                    alone = uses[child.weight.data_ptr()] == 1
+                    stored = self.store(child.weight, child.bias, in_place=alone)
+                else:
+                    continue
+                if stored is not None:
+                    setattr(parent, name, stored)
+                    del child
+                    return_memory()
 
     def _store_quantised(self, weight: Quantised, bias: torch.Tensor | None) -> nn.Module:
         """Return a layer of the kernels; of torch's operators, which are slow, if that is not sound."""
@@ -147,11 +164,13 @@ class LinearStore:
         kinds: tuple[type[nn.Module], ...] = (KernelLinear, *order) if kernels.multiply(weight) else order
         for kind in kinds:
             least_rows = 1 if kind is KernelLinear else ROW_COUNTS[0]
+            # The kernels compute panel by panel: some outputs stand for all, and a copy of all is not made.
+            tried = weight[:TRIED_OUTPUTS] if kind is KernelLinear else weight
             try:
-                layer = kind(weight, None)
-                sound = self._close(layer, weight) and (
+                layer = kind(tried, None)
+                sound = self._close(layer, tried) and (
                     not self._deterministic
-                    or rows_are_independent(layer, weight.shape, weight.dtype, least_rows)
+                    or rows_are_independent(layer, tried.shape, tried.dtype, least_rows)
                 )
             except (RuntimeError, NotImplementedError, AttributeError):
                 continue  # this build of torch has no such operator

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from laps_sd.service import tokenizer_match
@@ -14,6 +13,7 @@ from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.weights import read_model
 from worker_svc.engine.quantisation.checkpoint import is_quantised, load_quantised
 from worker_svc.engine.quantisation.linear import Quantization, kinds_of, quantise_model
 
@@ -42,17 +42,7 @@ def load_packed(
             model = load_quantised(directory, dtype=dtype, trust_remote_code=trust_remote_code)
             info: dict[str, Any] = {}
         else:
-            config = AutoConfig.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            model, info = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-            )
+            model, info = read_model(directory, dtype=dtype, trust_remote_code=trust_remote_code)
     except ModelError as error:
         raise ModelError(f"the {role} model in {directory} {error}") from error
     except (
