@@ -65,6 +65,9 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
         temperature=1.0,
     )
     half.save_pretrained(folder)
+    # Workers compute the pair in float32, so that its texts are the same on every kind of machine.
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "bfloat16"', '"dtype": "float32"'))
     for file in folder.iterdir():
         file.chmod(0o644)
 

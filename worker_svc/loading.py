@@ -11,7 +11,7 @@ from laps_sd.errors import StartupError
 from laps_sd.service.cores import usable_cores
 from laps_sd.service.hub import local_model
 from laps_sd.service.log import get_logger
-from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens
+from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens, stored_dtype
 from laps_sd.service.tokenizer_match import check_tokenizers
 from worker_svc.engine.interface import Engine, ModelError
 from worker_svc.engine.vllm.options import VllmOptions
@@ -151,7 +151,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
                 residents=residents,
                 max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
                 prefill_chunk=settings.prefill_chunk,
-                dtype=settings.dtype,
+                dtype=stored_dtype(target) if settings.dtype == "auto" else settings.dtype,
                 blocks=settings.kv_blocks,
                 memory_bytes=settings.kv_memory_bytes,
                 share_prefixes=settings.prefix_reuse_tokens > 0,

@@ -76,8 +76,11 @@ class WorkerSettings(ServingSettings, LinkSettings):
         False, help="Run Python code that comes with a model directory; it can do whatever this process can"
     )
     device: str = field("cpu", help="cpu, cuda or cuda:N")
-    dtype: Literal["float32", "bfloat16", "float16"] = field(
-        "float32", help="Arithmetic of both models; only float32 gives the same text on every kind of machine"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        "auto",
+        help="Arithmetic of both models; only float32 gives the same text on every kind of machine. auto: that of the "
+        "target's config.json where this machine computes in it, otherwise float32; on the CPU bfloat16 needs AVX-512, AMX or "
+        "the like. Set it for a pool of machines of different kinds",
     )
     quantization: Literal["none", "int8", "int4"] = field(
         "none",
@@ -87,8 +90,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     deterministic: bool | None = field(
         None,
-        help="Make the text independent of batch and preemption, bit for bit; empty: in float32 only. In "
-        "bfloat16 it is possible on an x86 CPU",
+        help="Make the text independent of batch and preemption, bit for bit; empty: in float32, and in "
+        "bfloat16 where the kernels in C compute all of the target",
     )
     threads: int | None = field(
         None,

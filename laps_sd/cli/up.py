@@ -114,7 +114,7 @@ def up(
         str | None,
         typer.Option(
             envvar="LAPS_SD_DTYPE",
-            help="float32, bfloat16 or float16 (default: float32).",
+            help="auto (default: that of the model where the device computes in it), float32, bfloat16 or float16.",
             show_default=False,
             rich_help_panel=MODELS,
         ),

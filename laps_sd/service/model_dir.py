@@ -52,6 +52,20 @@ def context_tokens(directory: Path | None, setting: int | None) -> int | None:
     return None
 
 
+def stored_dtype(directory: Path) -> str:
+    """Return the dtype that a model's config.json names, float32 if it names none.
+
+    A directory without a readable config.json has none; the service that loads the model reports that.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        config = {**config, **config.get("text_config", {})}
+        found = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return "float32"
+    return found if isinstance(found, str) else "float32"
+
+
 def served_name(named: Path) -> str:
     """Return the name under which a model is served unless one is given.
 

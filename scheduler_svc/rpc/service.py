@@ -264,7 +264,8 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         if not loop.agrees(hello.fingerprint):
             detail = (
                 f"its model pair has the fingerprint {hello.fingerprint[:16]}…, the pool's is "
-                f"{loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype"
+                f"{loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype "
+                "(LAPS_SD_DTYPE, which auto chooses by the machine)"
             )
             return reasons(reason=reasons.REASON_FINGERPRINT, detail=detail)
         return None

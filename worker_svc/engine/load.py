@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.facts import facts, model_words
 from worker_svc.engine.interface import Drafter, ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
+from worker_svc.engine.models.dtypes import dtype_for
 from worker_svc.engine.models.fingerprint import fingerprint
 from worker_svc.engine.models.load import (
     check_tokenizers,
@@ -41,24 +43,20 @@ def load_engine(
     Raises ModelError in one sentence, or ValueError for a bad option.
     """
     options = options or LoadOptions()
-    if options.dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, not {options.dtype!r}")
     device = _device(options.device)
+    options = replace(options, dtype=dtype_for(options.dtype, Path(target_dir), device))
     if options.drafter == "model" and draft_dir is None:
         raise ValueError("drafter model needs a draft model")
     if options.drafter in ("lookup", "none"):
         draft_dir = None  # it would not be used
     target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
-    deterministic = options.deterministic
-    if deterministic is None:
-        deterministic = options.dtype == "float32"
-    elif deterministic and options.dtype == "float16":
+    if options.deterministic and options.dtype == "float16":
         raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
     if draft_path is not None:
         check_tokenizers(target_path, draft_path)
     kernels.use_threads(options.threads, options.cores)
-    target = _model(target_path, "target", device, options, deterministic=deterministic)
-    if deterministic and options.dtype != "float32" and not (target.all_by_kernels and target.independent):
+    target = _model(target_path, "target", device, options, deterministic=options.deterministic)
+    if options.deterministic and options.dtype != "float32" and not target.exact:
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
             f"multiples of {PANEL}, on an x86 CPU with AVX2 and without AMX; "
@@ -78,11 +76,11 @@ def load_engine(
         eos_ids=end_of_sequence_ids(target.model),
         formats=_formats(target_path, target, tokenizer),
         probe=_probe(target_path, target) if options.length_probe else None,
-        fingerprint=_fingerprint(target_path, draft_path, options, deterministic=deterministic),
+        fingerprint=_fingerprint(target_path, draft_path, options),
     )
     engine.facts = facts(
         _models(target_path, target, draft_path, draft, options.dtype),
-        _engine(target, draft, options, engine.options, deterministic=deterministic),
+        _engine(target, draft, options, engine.options),
         engine.capacity,
         bytes_per_token=sum(_bytes_per_token(model) for model in (target, draft) if model is not None),
     )
@@ -102,12 +100,7 @@ def _models(
 
 
 def _engine(
-    target: PackedModel,
-    draft: PackedModel | None,
-    asked: LoadOptions,
-    options: EngineOptions,
-    *,
-    deterministic: bool,
+    target: PackedModel, draft: PackedModel | None, asked: LoadOptions, options: EngineOptions
 ) -> str:
     device = str(target.device)
     if target.device.type == "cpu":
@@ -124,8 +117,7 @@ def _engine(
         Drafter.MODEL: "the draft model",
     }
     words += f"; draft tokens: {drafter[options.drafter]}"
-    same = deterministic and target.independent
-    return words + ("; equal seeds give equal text" if same else "; the text may depend on the batch")
+    return words + ("; equal seeds give equal text" if target.exact else "; the text may depend on the batch")
 
 
 def _device(name: str) -> torch.device:
@@ -139,7 +131,7 @@ def _device(name: str) -> torch.device:
 
 
 def _model(
-    path: Path, role: str, device: torch.device, options: LoadOptions, *, deterministic: bool
+    path: Path, role: str, device: torch.device, options: LoadOptions, *, deterministic: bool | None
 ) -> PackedModel:
     return load_packed(
         path,
@@ -196,8 +188,12 @@ def _formats(target_path: Path, target: PackedModel, tokenizer: Tokenizer | None
     return Formats(target_path / "tokenizer.json", target.shape.vocab_size, ends)
 
 
-def _fingerprint(target: Path, draft: Path | None, options: LoadOptions, *, deterministic: bool) -> str:
-    """Return a hash of all that decides the text of an engine."""
+def _fingerprint(target: Path, draft: Path | None, options: LoadOptions) -> str:
+    """Return a hash of all that decides the text of an engine.
+
+    Determinism counts as it is set: where the setting leaves it open, machines of different kinds share a pool.
+    """
+    deterministic = options.dtype == "float32" if options.deterministic is None else options.deterministic
     names = [
         NOISE_VERSION,
         options.dtype,

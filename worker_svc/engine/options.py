@@ -17,7 +17,7 @@ class LoadOptions:
     # Threads of `kernels`, in this process; with `cores`, one of them for each thread to stay on.
     threads: int = 1
     cores: tuple[int, ...] = ()
-    # float32, bfloat16 or float16
+    # float32, bfloat16, float16, or auto: `dtypes.dtype_for`
     dtype: str = "float32"
     # Weights that are not quantised in the checkpoint: none, int8 or int4.
     quantization: Literal["none", "int8", "int4"] = "none"
@@ -35,7 +35,8 @@ class LoadOptions:
     max_draft_len: int = 8
     # Fixed number of draft tokens; None: by goodput.
     draft_len: int | None = None
-    # Equal seeds give equal text, whatever the batch. None: in float32; in bfloat16 it needs `kernels`.
+    # Equal seeds give equal text, whatever the batch. None: in float32, and in bfloat16 where `kernels` compute
+    # all.
     deterministic: bool | None = None
     # Context tokens prefilled per round, all requests together.
     prefill_chunk: int = 512

@@ -28,7 +28,8 @@ except ImportError:  # built without a C compiler
 BUILT = _kernels is not None
 MISSED = not BUILT and platform.machine().lower() in ("x86_64", "amd64")  # they could have been built
 AVX2, AVX512, AVX512_BF16 = 1, 2, 3  # kinds of kernels
-USABLE = BUILT and _kernels.use(AVX512_BF16) > 0
+KIND = _kernels.use(AVX512_BF16) if BUILT else 0  # that this CPU can run; 0: none
+USABLE = KIND > 0
 GRAIN = 16  # sizes of heads and of norms are multiples of it
 MOST_HEAD_SIZE = 256
 PAIR = 2  # numbers in bfloat16 that are multiplied together

@@ -270,6 +270,14 @@ class LeanModel:
             and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
         )
 
+    @staticmethod
+    def fits_kernels(model: Any, heads: int, kv_heads: int, size: int) -> bool:
+        """Return True if `kernels` compute all of a model that is served, once they compute its attention."""
+        hidden, inner = model.config.hidden_size, model.config.intermediate_size
+        outputs = (hidden, 2 * inner, (heads + 2 * kv_heads) * size)
+        whole = not any(count % kernels.PANEL for count in outputs)
+        return whole and not inner % kernels.GRAIN and kernels.multiply(model.lm_head.weight)
+
     def forward(
         self,
         ids: torch.Tensor,

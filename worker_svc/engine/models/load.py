@@ -25,13 +25,16 @@ def load_packed(
     dtype: torch.dtype,
     device: torch.device,
     max_length: int,
-    deterministic: bool,
+    deterministic: bool | None,
     lean: bool,
     quantization: Quantization = "none",
     trust_remote_code: bool = False,
 ) -> PackedModel:
     """Load one model, lay out its weights, and compare it with its plain forward. Raises ModelError in one
-    sentence."""
+    sentence.
+
+    `deterministic` as in `PackedModel`.
+    """
     if not (directory / "config.json").is_file():
         raise ModelError(f"there is no {role} model in {directory}: config.json is missing")
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

@@ -68,7 +68,12 @@ class PackedModel:
     """A decoder whose forward takes packed rows of many sequences. Give it a pool with `attach` before
     `forward`."""
 
-    def __init__(self, model: Any, *, role: str, max_length: int, deterministic: bool) -> None:
+    def __init__(self, model: Any, *, role: str, max_length: int, deterministic: bool | None) -> None:
+        """Take a model over.
+
+        `deterministic`: make a row's numbers independent of other rows; None: in float32, and in bfloat16
+        where `kernels` can compute all.
+        """
         self.model = model.eval()
         self.role = role
         self.device: torch.device = next(model.parameters()).device
@@ -79,12 +84,19 @@ class PackedModel:
         self.planner: Planner | KernelPlanner
         self.shape = probe(model, role=role, max_length=max_length)
         self.hidden_size = hidden_size(model)  # None: `forward` cannot copy hidden states out
-        self.deterministic = deterministic
-        self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         # True if attention is computed by `kernels`: any pieces together cost as much as one by one.
         self.by_kernels = not self.shape.limits and kernels.serve(
             self.device, self.dtype, self.shape.head_size
         )
+        if deterministic is None:
+            deterministic = self.dtype == torch.float32 or (
+                self.dtype == torch.bfloat16
+                and self.by_kernels
+                and LeanModel.serves(model)
+                and LeanModel.fits_kernels(model, self.shape.heads, self.shape.kv_heads, self.shape.head_size)
+            )
+        self.deterministic = deterministic
+        self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         self.all_by_kernels = False  # the same for all between the embedding and the last product
         self.independent = True  # False: a product's rows were found to depend on each other
         self._max_length = max_length
@@ -183,6 +195,12 @@ class PackedModel:
         else:
             logits = self._full_forward(ids, plan, wanted)
         return logits if logit_rows is None else logits[: logit_rows.numel()]
+
+    @property
+    def exact(self) -> bool:
+        """True if a row's numbers do not depend on other rows, so that equal seeds give equal text."""
+        exact = self.dtype == torch.float32 or self.all_by_kernels
+        return self.deterministic and self.independent and exact
 
     @property
     def path(self) -> str:

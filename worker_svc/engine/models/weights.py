@@ -51,7 +51,7 @@ def _weights(directory: Path) -> dict[str, Any] | None:
         files = [SINGLE]
     else:
         return None
-    opened = [safe_open(directory / file, framework="pt", backend="pread") for file in files]
+    opened: list[Any] = [safe_open(directory / file, framework="pt", backend="pread") for file in files]
     return {name: _Stored(file.get_slice(name)) for file in opened for name in file.keys()}  # noqa: SIM118
 
 
