@@ -96,6 +96,9 @@ async def _load(settings: WorkerSettings) -> RunnerHandle:
     for line in runner.facts:
         log.info(line)
     metrics.SLOTS.set(capacity.slots)
+    computed_by = runner.computed_by
+    metrics.COMPUTED_BY.labels(computed_by.path, computed_by.dtype, str(computed_by.threads)).set(1)
+    metrics.WEIGHT_BYTES.set(computed_by.weight_bytes_per_s)
     return runner
 
 

@@ -63,6 +63,17 @@ ENDS = counter(
     ["reason"],
 )
 
+COMPUTED_BY = gauge(
+    "laps_sd_worker_computed_by",
+    "1 for what computes the rounds: path all_in_c, attention_in_c (the rest by torch), torch, vllm or fake; threads 0: "
+    "not on the CPU, or not known.",
+    ["path", "dtype", "threads"],
+)
+WEIGHT_BYTES = gauge(
+    "laps_sd_worker_weight_bytes_per_second",
+    "Memory bandwidth at the start: bytes of weights that a round without draft tokens reads for one request, by its "
+    "measured time; 0: not known.",
+)
 SLOTS = gauge("laps_sd_worker_slots", "Largest number of requests in one round.")
 SLOTS_USED = gauge("laps_sd_worker_slots_used", "Requests of the last round that continue; 0 when idle.")
 FREE_BLOCKS = gauge(

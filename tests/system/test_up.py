@@ -237,7 +237,7 @@ def test_no_command_needs_an_address_on_the_machine_of_one_system(tmp_path: Path
     hub = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
     with Up("acme/small", environment=here | hub) as up:
         assert up.said(r"worker-0  model: target acme/small \(LlamaForCausalLM, 4.7 M parameters\), float32")
-        assert up.said(r"worker-0  engine: cpu, \d+ threads?; .*; draft tokens: prompt lookup")
+        assert up.said(r"worker-0  engine: cpu, \d+ threads?, float32; .*; draft tokens: prompt lookup")
         assert up.said(r"worker-0  room: 2048 tokens of context, 8 slots")
         assert '"model": "acme/small"' in up.terminal
 

@@ -27,6 +27,7 @@ from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.interface import (
     CacheChanges,
     Capacity,
+    ComputedBy,
     DeviceFailed,
     Drafter,
     OutOfMemory,
@@ -70,6 +71,7 @@ class SpeculativeEngine:
         self.options = options
         self.fingerprint = fingerprint
         self.facts: tuple[str, ...] = ()
+        self.computed_by = ComputedBy(target.path, str(target.dtype).removeprefix("torch."), 0)
         self.length_probe = probe
         self._tokenizer = tokenizer
         self._formats = formats

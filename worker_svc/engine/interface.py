@@ -249,6 +249,18 @@ class RoundResult:
     free_draft_blocks: int = 0
 
 
+class ComputedBy(NamedTuple):
+    """What computes the rounds of an engine, for metrics."""
+
+    # all_in_c, attention_in_c or torch: of the target; vllm or fake.
+    path: str
+    dtype: str
+    # That compute together; 0: not on the CPU, or not known.
+    threads: int
+    # Bytes of weights that a plain round of one request reads, by its measured time; 0: not known.
+    weight_bytes_per_s: float = 0.0
+
+
 class CacheChanges(NamedTuple):
     """Changes of what the prefix cache holds: names as of `laps_sd.contract.prompt_blocks`, 8 bytes each."""
 
@@ -313,6 +325,11 @@ class Engine(Protocol):
     @property
     def facts(self) -> tuple[str, ...]:
         """What was loaded and how it computes, for the log at the start of a worker."""
+        ...
+
+    @property
+    def computed_by(self) -> ComputedBy:
+        """The same for metrics."""
         ...
 
     @property

@@ -13,7 +13,7 @@ from worker_svc.engine.cpu import kernels
 from worker_svc.engine.cpu.quantised import PANEL
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.facts import facts, model_words
-from worker_svc.engine.interface import Drafter, ModelError
+from worker_svc.engine.interface import ComputedBy, Drafter, ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.dtypes import dtype_for
 from worker_svc.engine.models.fingerprint import fingerprint
@@ -78,13 +78,19 @@ def load_engine(
         probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options),
     )
+    engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
+    engine.computed_by = ComputedBy(
+        target.path,
+        options.dtype,
+        _threads(target, options),
+        (target.bytes_read or 0) / engine.lengths.plain(1),
+    )
     engine.facts = facts(
         _models(target_path, target, draft_path, draft, options.dtype),
-        _engine(target, draft, options, engine.options),
+        _engine(target, draft, options, engine.options, engine.computed_by),
         engine.capacity,
         bytes_per_token=sum(_bytes_per_token(model) for model in (target, draft) if model is not None),
     )
-    engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
     return engine
 
 
@@ -100,17 +106,22 @@ def _models(
 
 
 def _engine(
-    target: PackedModel, draft: PackedModel | None, asked: LoadOptions, options: EngineOptions
+    target: PackedModel,
+    draft: PackedModel | None,
+    asked: LoadOptions,
+    options: EngineOptions,
+    computed_by: ComputedBy,
 ) -> str:
-    device = str(target.device)
-    if target.device.type == "cpu":
-        threads = asked.threads if target.all_by_kernels else torch.get_num_threads()
-        device += ", 1 thread" if threads == 1 else f", {threads} threads"
+    words = str(target.device)
+    if computed_by.threads:
+        words += f", {computed_by.threads} thread{'s' * (computed_by.threads > 1)}"
         if asked.cores:
-            device += f" on cores {', '.join(map(str, asked.cores))}"
-    words = f"{device}; {target.path}"
-    if draft is not None and draft.path != target.path:
-        words += f"; the draft: {draft.path}"
+            words += f" on cores {', '.join(map(str, asked.cores))}"
+    words += f", {computed_by.dtype}; {target.path_in_words}"
+    if draft is not None and draft.path_in_words != target.path_in_words:
+        words += f"; the draft: {draft.path_in_words}"
+    if computed_by.weight_bytes_per_s:
+        words += f"; weights are read at {computed_by.weight_bytes_per_s / 1e9:.1f} GB/s"
     drafter = {
         None: "none, plain decoding",
         Drafter.LOOKUP: "prompt lookup",
@@ -118,6 +129,13 @@ def _engine(
     }
     words += f"; draft tokens: {drafter[options.drafter]}"
     return words + ("; equal seeds give equal text" if target.exact else "; the text may depend on the batch")
+
+
+def _threads(target: PackedModel, options: LoadOptions) -> int:
+    """Return the threads that compute a forward of the target; 0: not on the CPU."""
+    if target.device.type != "cpu":
+        return 0
+    return options.threads if target.all_by_kernels else torch.get_num_threads()
 
 
 def _device(name: str) -> torch.device:

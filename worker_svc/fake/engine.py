@@ -27,6 +27,7 @@ from worker_svc.engine.facts import facts
 from worker_svc.engine.interface import (
     CacheChanges,
     Capacity,
+    ComputedBy,
     LengthLearner,
     OutOfBlocks,
     RequestRound,
@@ -158,6 +159,7 @@ class FakeEngine:
             "fake: no model runs, and rounds take the time of a cost model",
             self.capacity,
         )
+        self.computed_by = ComputedBy("fake", "none", 0)
         self.length_probe: LengthLearner | None = None
         self._draft_len = min(draft_len, max_draft_len) if self.capacity.draft_blocks else 0
         self._eos_id = eos_id

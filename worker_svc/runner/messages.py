@@ -12,6 +12,7 @@ from worker_svc.engine.interface import (
     NO_CHANGES,
     CacheChanges,
     Capacity,
+    ComputedBy,
     RequestRound,
     RoundResult,
     Specification,
@@ -217,6 +218,11 @@ class RunnerHandle(Protocol):
     @property
     def facts(self) -> tuple[str, ...]:
         """What the engine is, for the log."""
+        ...
+
+    @property
+    def computed_by(self) -> ComputedBy:
+        """The same for metrics."""
         ...
 
     @property

@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from laps_sd.contract.length_probe import ProbeKind
 from laps_sd.errors import StartupError
 from laps_sd.service import log as logging
-from worker_svc.engine.interface import Capacity, Engine
+from worker_svc.engine.interface import Capacity, ComputedBy, Engine
 from worker_svc.runner.messages import Failed, Message, Outcome
 from worker_svc.runner.runner import Runner
 from worker_svc.runner.thread import STOP_S
@@ -45,6 +45,7 @@ class _Ready:
     capacity: Capacity
     fingerprint: str
     facts: tuple[str, ...]
+    computed_by: ComputedBy
     probe_kind: ProbeKind | None
 
 
@@ -113,6 +114,7 @@ class EngineProcess:
         self.capacity = ready.capacity
         self.fingerprint = ready.fingerprint
         self.facts = ready.facts
+        self.computed_by = ready.computed_by
         self.probe_kind = ready.probe_kind
         self._deliver: Callable[[Outcome], None] = lambda _: None
         self._child = child
@@ -254,9 +256,8 @@ def main() -> None:
             connection.send(_Refused(str(error)))
             return
         probe = engine.length_probe
-        connection.send(
-            _Ready(engine.capacity, engine.fingerprint, engine.facts, None if probe is None else probe.kind)
-        )
+        kind = None if probe is None else probe.kind
+        connection.send(_Ready(engine.capacity, engine.fingerprint, engine.facts, engine.computed_by, kind))
         _work(engine, connection, settings)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone

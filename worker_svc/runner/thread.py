@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from laps_sd.contract.length_probe import ProbeKind
-from worker_svc.engine.interface import Capacity, Engine
+from worker_svc.engine.interface import Capacity, ComputedBy, Engine
 from worker_svc.runner.messages import Failed, Message, Outcome
 from worker_svc.runner.runner import Runner
 from worker_svc.settings import WorkerSettings
@@ -84,6 +84,11 @@ class EngineThread:
     def facts(self) -> tuple[str, ...]:
         """What the engine is, for the log."""
         return self._engine.facts
+
+    @property
+    def computed_by(self) -> ComputedBy:
+        """The same for metrics."""
+        return self._engine.computed_by
 
     @property
     def probe_kind(self) -> ProbeKind | None:

@@ -45,6 +45,12 @@ class Quantised:
         return self.numbers.shape[1] // self.scales.shape[1]
 
     @property
+    def nbytes(self) -> int:
+        """Return its bytes, two numbers of 4 bits in one."""
+        scales = self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+        return self.numbers.numel() * self.bits // 8 + scales
+
+    @property
     def name(self) -> str:
         """Return the kind in words."""
         return f"int{self.bits} in groups of {self.group}"

@@ -27,11 +27,28 @@ from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
 from worker_svc.engine.models.probe import INSTEAD, lengths_within, probe, shrunk
 from worker_svc.engine.models.reach import FULL, Reach
 from worker_svc.engine.models.segments import MIN_ROWS, Planner, exact_spans
-from worker_svc.engine.quantisation.linear import kinds_of, parameters_of
+from worker_svc.engine.quantisation.linear import QuantisedLinear, kinds_of, parameters_of, quantised_bytes
 
 ATTENTION = "laps_sd_pool"
 # tokens of the longest sequence of the check at loading, whatever the context length of the settings
 CHECKED = 11
+
+
+# Names in configurations of models that compute each row with a part of their weights.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _bytes_read(model: Any) -> int | None:
+    """Return the bytes of all weights but those of an embedding, of which a row reads its own part only."""
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return None
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    total = quantised_bytes(model) + sum(int(weight.nbytes) for weight in model.parameters())
+    tied = head is None or (
+        not isinstance(head, QuantisedLinear) and head.weight.data_ptr() == embedding.weight.data_ptr()
+    )
+    return total if tied else total - int(embedding.weight.nbytes)
 
 
 def _pool_attention(
@@ -80,6 +97,7 @@ class PackedModel:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.parameters = parameters_of(model)
         self.quantised = kinds_of(model)  # kinds of quantised weights, in words
+        self.bytes_read = _bytes_read(model)  # of weights, in a forward of one row; None: depends on the row
         self.pool: KVPool
         self.planner: Planner | KernelPlanner
         self.shape = probe(model, role=role, max_length=max_length)
@@ -204,7 +222,14 @@ class PackedModel:
 
     @property
     def path(self) -> str:
-        """What computes this model, in words, and why it is not the fastest path if it is not."""
+        """What computes this model: all_in_c, attention_in_c or torch."""
+        if self.all_by_kernels:
+            return "all_in_c"
+        return "attention_in_c" if self.by_kernels else "torch"
+
+    @property
+    def path_in_words(self) -> str:
+        """What computes this model, and why it is not the fastest path if it is not."""
         if self.all_by_kernels:
             return "all layers by the kernels in C"
         steps = (

@@ -61,5 +61,10 @@ def kinds_of(model: Any) -> frozenset[str]:
     return frozenset(layer.weight.name for layer in _layers(model))
 
 
+def quantised_bytes(model: Any) -> int:
+    """Return the bytes of a model's quantised weights, as the kernels have them."""
+    return sum(layer.weight.nbytes for layer in _layers(model))
+
+
 def _layers(model: Any) -> list[QuantisedLinear]:
     return [module for module in model.modules() if isinstance(module, QuantisedLinear)]

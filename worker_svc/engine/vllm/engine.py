@@ -29,6 +29,7 @@ from worker_svc.engine.interface import (
     NO_CHANGES,
     CacheChanges,
     Capacity,
+    ComputedBy,
     DeviceFailed,
     OutOfBlocks,
     RequestRound,
@@ -122,6 +123,8 @@ class VllmEngine:
             )
         )
         self.facts = facts(models, words, self.capacity)
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.computed_by = ComputedBy("vllm", dtype, 0)
         self._cached = follow_cache(scheduler) if share_prefixes else None
         if rules.chooser is Chooser.REPLACED:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
