@@ -140,7 +140,7 @@ def test_the_self_check_refuses_a_window_that_it_cannot_make_short(
 
 
 def test_a_model_with_a_mask_of_its_own_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Its mask is causal in every text that a check could try, which says nothing about longer ones."""
+    """Its mask is causal in every text that a check could try, and the reach of longer ones is not known."""
     directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
     config = json.loads((directory / "config.json").read_text())
     config |= {

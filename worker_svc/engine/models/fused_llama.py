@@ -27,8 +27,8 @@ from worker_svc.engine.models.memory import return_memory
 from worker_svc.engine.models.plan import Plan
 
 FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-# Bytes of an embedding from which on it is not kept beside an output layer with the same weights: a row of that
-# layer's layout takes microseconds to collect, which a small model would notice. Our choice.
+# Bytes from which on an embedding with the weights of the output layer is not kept: a row of that layer's layout
+# takes microseconds to collect, which is much for a small model. Our choice.
 TIED_FROM_BYTES = 2**24
 STATIC_ROPES = frozenset(
     {"default", "linear", "llama3", "yarn"}

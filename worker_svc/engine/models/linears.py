@@ -164,7 +164,7 @@ class LinearStore:
         kinds: tuple[type[nn.Module], ...] = (KernelLinear, *order) if kernels.multiply(weight) else order
         for kind in kinds:
             least_rows = 1 if kind is KernelLinear else ROW_COUNTS[0]
-            # The kernels compute panel by panel: some outputs stand for all, and a copy of all is not made.
+            # The kernels compute panel by panel: a test of some outputs is enough, and needs no copy of all.
             tried = weight[:TRIED_OUTPUTS] if kind is KernelLinear else weight
             try:
                 layer = kind(tried, None)

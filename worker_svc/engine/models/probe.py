@@ -51,7 +51,7 @@ class _Seen:
     """What the layers of one forward gave to their attention."""
 
     options: dict[int, dict[str, Any]]
-    # Masks of that forward by the address of a tensor that stands for them.
+    # Masks of that forward by the address of the tensor that was made for each.
     masks: dict[int, MaskFunction]
     held: list[torch.Tensor]  # these tensors, so that no address is used twice
 
@@ -62,19 +62,16 @@ _running: list[_Seen] = []
 
 def _probe_mask(
     *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
     mask_function: MaskFunction,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """Record a mask, and return a tensor that stands for it."""
-    stands = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
+    """Record a mask, and return a tensor whose memory identifies it, also in the slices that a layer may take."""
+    token = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     if _running:
-        _running[-1].held.append(stands)
-        _running[-1].masks[stands.untyped_storage().data_ptr()] = mask_function
-    return stands
+        _running[-1].held.append(token)
+        _running[-1].masks[token.untyped_storage().data_ptr()] = mask_function
+    return token
 
 
 def _probe_attention(

@@ -21,7 +21,7 @@ SINGLE, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json",
 
 
 def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """Return a model on the CPU, and what transformers says about its loading (`missing_keys` …).
+    """Return a model on the CPU, and transformers' report on its loading (`missing_keys` …).
 
     Raises what transformers, safetensors and json raise.
     """
@@ -33,9 +33,9 @@ def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) 
             directory, config=config, dtype=dtype, output_loading_info=True, **options
         )
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
-    model, info = kind.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+        shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model, info = type(shell).from_pretrained(
+        None, config=shell.config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
     if (directory / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -43,7 +43,7 @@ def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) 
 
 
 def _weights(directory: Path) -> dict[str, Any] | None:
-    """Return what reads each weight once transformers asks for it, by name; None without safetensors files."""
+    """Return the weights by name, which are read when transformers takes them; None without safetensors files."""
     index = directory / INDEX
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
