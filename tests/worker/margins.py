@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.interface import Sampling
-from worker_svc.engine.sampling.sampling import _kept, rows_for
+from worker_svc.engine.sampling.sampling import rows_for
+from worker_svc.engine.sampling.truncation import kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ def margin(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None)
     assert noise is not None
     scores = logits.float() / sampling.temperature
     rows = rows_for([sampling], vocab, logits.device)
-    ordered, ids, keep, _ = _kept(scores[None], rows.top_k, rows.top_p, vocab)
+    no_min_p = torch.full_like(rows.top_p, -torch.inf)
+    ordered, ids, keep, _ = kept(scores[None], rows.top_k, rows.top_p, no_min_p, vocab)
     boundary = torch.inf
     if 0 < sampling.top_k < vocab:
         boundary = min(boundary, float(ordered[0, sampling.top_k - 1] - ordered[0, sampling.top_k]))
@@ -39,9 +41,9 @@ def margin(logits: torch.Tensor, sampling: Sampling, noise: torch.Tensor | None)
         in_top_k = torch.arange(vocab, device=logits.device) < rows.top_k[0]
         reached = ordered[0].masked_fill(~in_top_k, -torch.inf).softmax(-1).cumsum(-1)
         boundary = min(boundary, float((reached - sampling.top_p).abs().min()))
-        kept = int(keep[0].sum())
-        if kept < vocab:  # two equal scores at the edge of the nucleus may change places
-            boundary = min(boundary, float(ordered[0, kept - 1] - ordered[0, kept]))
+        count = int(keep[0].sum())
+        if count < vocab:  # two equal scores at the edge of the nucleus may change places
+            boundary = min(boundary, float(ordered[0, count - 1] - ordered[0, count]))
     if sampling.min_p > 0:
         least = ordered[0, 0] + math.log(sampling.min_p)
         boundary = min(boundary, float((ordered[0] - least).abs().min()))

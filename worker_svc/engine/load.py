@@ -30,7 +30,7 @@ from worker_svc.engine.quantisation.linear import VERSION as QUANTISATION_VERSIO
 from worker_svc.engine.sampling.formats import Formats
 
 # Enters the fingerprint: change it with `sampling.counter`.
-NOISE_VERSION = "gumbel-1"
+NOISE_VERSION = "gumbel-2"
 # Wall clock, at most about this, that loading spends on measuring the cost of rows and draft steps.
 CALIBRATION_S = 1.0
 

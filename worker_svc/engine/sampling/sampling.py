@@ -1,9 +1,8 @@
 """The target's choice at a position, given its logits and the noise there.
 
     scores = logits / temperature          (greedy: logits; the logits processors were applied before)
-    keep the top_k largest; of these the smallest set of most probable tokens that reaches top_p; of these the tokens
-    that are at least min_p times as probable as the most probable one
-    choice = argmax over the kept tokens of scores + Gumbel(seed, position)
+    choice = argmax of scores + Gumbel(seed, position) over the tokens that top_k, top_p and min_p keep (see
+             `truncation`), of equals the smallest token id
 
 The argmax of log-probabilities plus Gumbel noise is an exact sample of the softmax (the Gumbel-max trick),
 and adding a constant to all scores changes nothing, so no softmax is needed where nothing is truncated. The
@@ -21,6 +20,7 @@ from functools import lru_cache
 import torch
 
 from worker_svc.engine.interface import Sampling
+from worker_svc.engine.sampling.truncation import kept
 
 # Settings whose rows are kept from round to round.
 ALIKE_KEPT = 64
@@ -38,10 +38,12 @@ class Rows:
     top_p: torch.Tensor  # [rows, 1] float32; above 1 where off
     log_min_p: torch.Tensor  # [rows, 1] float32; -inf where off
     any_min_p: bool
-    truncated: tuple[int, ...]  # rows that truncate
+    truncated: tuple[int, ...]  # rows with top_k or top_p; (0,) for all if `alike`
     truncated_index: torch.Tensor  # the same, int64
+    sums: bool  # True if any row has top_p without top_k
+    free: tuple[int, ...]  # rows with noise and without a restriction; (0,) for all if `alike`
     plain: bool  # all rows greedy: the tensors are empty and not looked at
-    alike: bool  # no row truncates and all have the same settings: the tensors have one row for all
+    alike: bool  # all rows have the same settings: the tensors have one row for all
 
     @property
     def whole(self) -> bool:
@@ -55,6 +57,7 @@ class Rows:
         index = torch.tensor(rows, dtype=torch.int64, device=self.noisy.device)
         chosen = set(self.truncated)
         truncated = tuple(new for new, old in enumerate(rows) if old in chosen)
+        free = set(self.free)
         return Rows(
             inverse_temperature=self.inverse_temperature[index],
             noisy=self.noisy[index],
@@ -64,6 +67,8 @@ class Rows:
             any_min_p=self.any_min_p,
             truncated=truncated,
             truncated_index=torch.tensor(truncated, dtype=torch.int64, device=self.noisy.device),
+            sums=self.sums,
+            free=tuple(new for new, old in enumerate(rows) if old in free),
             plain=False,
             alike=False,
         )
@@ -74,24 +79,26 @@ def rows_for(settings: Sequence[Sampling], vocab_size: int, device: torch.device
     distinct = {id(s): s for s in settings}.values()  # a request has many rows and one `Sampling`
     if all(s.temperature == 0 for s in distinct):
         return _PLAIN
-    truncating = {id(s) for s in distinct if s.temperature > 0 and (0 < s.top_k < vocab_size or s.top_p < 1)}
-    truncated = tuple(row for row, s in enumerate(settings) if id(s) in truncating) if truncating else ()
-    if not truncating and len({(s.temperature, s.min_p) for s in distinct}) == 1:
-        return _alike(settings[0].temperature, settings[0].min_p, vocab_size, torch.device(device))
-    return _rows(settings, vocab_size, device, truncated, alike=False)
+    if len({(s.temperature, s.top_k, s.top_p, s.min_p) for s in distinct}) == 1:
+        one = settings[0]
+        return _alike(one.temperature, one.top_k, one.top_p, one.min_p, vocab_size, torch.device(device))
+    return _rows(settings, vocab_size, device, alike=False)
 
 
 @lru_cache(maxsize=ALIKE_KEPT)
-def _alike(temperature: float, min_p: float, vocab_size: int, device: torch.device) -> Rows:
-    """Return cached rows: where nothing truncates, most rounds have the settings of the round before."""
-    return _rows([Sampling(temperature, min_p=min_p)], vocab_size, device, (), alike=True)
+def _alike(
+    temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int, device: torch.device
+) -> Rows:
+    """Return cached rows: most rounds have the settings of the round before."""
+    return _rows(
+        [Sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)], vocab_size, device, alike=True
+    )
 
 
 def _rows(
     settings: Sequence[Sampling],
     vocab_size: int,
     device: torch.device | str,
-    truncated: tuple[int, ...],
     *,
     alike: bool,
 ) -> Rows:
@@ -106,22 +113,39 @@ def _rows(
         for s in settings
     ]
     table = torch.tensor(columns, dtype=torch.float64).to(device)  # [rows, 5]
+    noisy = [(row, s, 0 < s.top_k < vocab_size) for row, s in enumerate(settings) if s.temperature > 0]
+    truncated = tuple(row for row, s, limited in noisy if limited or s.top_p < 1)
     return Rows(
         inverse_temperature=table[:, 0:1].float(),
         noisy=table[:, 1:2].float(),
         top_k=table[:, 2:3].long(),
         top_p=table[:, 3:4].float(),
         log_min_p=table[:, 4:5].float(),
-        any_min_p=any(s.min_p > 0 and s.temperature > 0 for s in settings),
+        any_min_p=any(s.min_p > 0 for _, s, _ in noisy),
         truncated=truncated,
         truncated_index=torch.tensor(truncated, dtype=torch.int64, device=device),
+        sums=any(s.top_p < 1 and not limited for _, s, limited in noisy),
+        free=tuple(row for row, s, limited in noisy if not (limited or s.top_p < 1 or s.min_p > 0)),
         plain=False,
         alike=alike,
     )
 
 
 _NOTHING = torch.empty((0, 1))
-_PLAIN = Rows(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False, (), _NOTHING, plain=True, alike=True)
+_PLAIN = Rows(
+    _NOTHING,
+    _NOTHING,
+    _NOTHING,
+    _NOTHING,
+    _NOTHING,
+    any_min_p=False,
+    truncated=(),
+    truncated_index=_NOTHING,
+    sums=False,
+    free=(),
+    plain=True,
+    alike=True,
+)
 
 
 def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) -> torch.Tensor:
@@ -134,15 +158,17 @@ def choose_tokens(logits: torch.Tensor, rows: Rows, noise: torch.Tensor | None) 
         return logits.argmax(-1)
     assert noise is not None
     scores = logits.float() * rows.inverse_temperature  # [rows, vocab]
-    kept = scores
+    if rows.alike and rows.truncated:
+        return _truncated_choice(scores, noise, rows.top_k, rows.top_p, rows.log_min_p, sums=rows.sums)
+    among = scores
     if rows.any_min_p:
         least = scores.amax(-1, keepdim=True) + rows.log_min_p
-        kept = scores.masked_fill(scores < least, -torch.inf)
-    chosen = torch.addcmul(kept, noise, rows.noisy).argmax(-1)
+        among = scores.masked_fill(scores < least, -torch.inf)
+    chosen = torch.addcmul(among, noise, rows.noisy).argmax(-1)
     if rows.truncated:
         at = rows.truncated_index
         chosen[at] = _truncated_choice(
-            scores[at], noise[at], rows.top_k[at], rows.top_p[at], rows.log_min_p[at]
+            scores[at], noise[at], rows.top_k[at], rows.top_p[at], rows.log_min_p[at], sums=rows.sums
         )
     return chosen
 
@@ -153,44 +179,15 @@ def _truncated_choice(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     log_min_p: torch.Tensor,
+    *,
+    sums: bool,
 ) -> torch.Tensor:
     """Return argmax(scores + noise) over the kept tokens of each row: int64 [rows]."""
     vocab = scores.shape[-1]
     candidates = min(NUCLEUS_CANDIDATES, vocab)
-    ordered, ids, keep, complete = _kept(scores, top_k, top_p, candidates)
+    ordered, ids, keep, complete = kept(scores, top_k, top_p, log_min_p, candidates, whole=sums)
     if not complete:
-        ordered, ids, keep, _ = _kept(scores, top_k, top_p, vocab)
-    keep &= ordered >= ordered[:, :1] + log_min_p
-    perturbed = (ordered + noise.gather(-1, ids)).masked_fill_(~keep, -torch.inf)
-    return ids.gather(-1, perturbed.argmax(-1, keepdim=True)).squeeze(-1)
-
-
-def _kept(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Return the `candidates` largest scores of each row, their ids, a mask of the kept ones, and
-    completeness.
-
-    The last is True if no token beyond the candidates can be kept.
-    """
-    vocab = scores.shape[-1]
-    if candidates < vocab:
-        ordered, ids = scores.topk(candidates, dim=-1)
-    else:
-        ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    in_top_k = torch.arange(candidates, device=scores.device) < top_k  # [rows, candidates]
-    # The nucleus is taken of the distribution that top_k leaves; where top_k is off its normaliser is that of
-    # all tokens.
-    limited = ordered.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
-    normaliser = (
-        torch.where(top_k < vocab, limited, scores.logsumexp(-1, keepdim=True))
-        if candidates < vocab
-        else limited
-    )
-    reached = (ordered - normaliser).exp().masked_fill(~in_top_k, 0.0).cumsum(-1)
-    before = torch.nn.functional.pad(reached[:, :-1], (1, 0))  # probability of all tokens ahead of this one
-    keep = in_top_k & (before < top_p)
-    if candidates == vocab:
-        return ordered, ids, keep, True
-    beyond = (top_k > candidates) & (reached[:, -1:] < top_p)
-    return ordered, ids, keep, not bool(beyond.any())
+        ordered, ids, keep, _ = kept(scores, top_k, top_p, log_min_p, vocab)
+    noisy = (ordered + noise.gather(-1, ids)).masked_fill_(~keep, -torch.inf)
+    winners = ids.masked_fill(noisy < noisy.amax(-1, keepdim=True), vocab)
+    return winners.amin(-1)

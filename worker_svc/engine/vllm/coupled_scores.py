@@ -11,6 +11,7 @@ import torch
 
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import signed32
+from worker_svc.engine.sampling.truncation import kept_of_all
 
 __all__ = ["coupled_scores", "signed64", "weyl_of"]
 
@@ -55,14 +56,10 @@ def coupled_scores(
 
 def _truncated(scores: torch.Tensor, floats: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Return the scores with -inf for the tokens that top_k, top_p and min_p leave out."""
-    vocab = scores.shape[-1]
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    keep = torch.arange(vocab, device=scores.device) < top_k
-    reached = ordered.masked_fill(~keep, -torch.inf).softmax(-1).cumsum(-1)
-    before = torch.nn.functional.pad(reached[:, :-1], (1, 0))  # probability of all tokens ahead of this one
-    keep &= before < torch.where(floats[:, 1:2] < 1, floats[:, 1:2], 2.0)
-    keep &= ordered >= ordered[:, :1] + floats[:, 2:3].log()
-    return scores.masked_fill(~torch.zeros_like(keep).scatter(-1, ids, keep), -torch.inf)
+    keep = kept_of_all(
+        scores, top_k, torch.where(floats[:, 1:2] < 1, floats[:, 1:2], 2.0), floats[:, 2:3].log()
+    )
+    return scores.masked_fill(~keep, -torch.inf)
 
 
 def _gumbel(seeds: torch.Tensor, positions: torch.Tensor, weyl: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from worker_svc.engine.vllm.parameters import Chooser
 
 __all__ = ["fingerprint"]
 
-NOISE_VERSION = "vllm-gumbel-1"
+NOISE_VERSION = "vllm-gumbel-2"
 """Changes with the rule that chooses tokens."""
 
 
