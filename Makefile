@@ -186,7 +186,7 @@ test-sanitized: setup ## Run the tests of the kernels in C with each access to m
 	cd $(SANITIZED) && CC=gcc CFLAGS="-fsanitize=$(SANITIZER) -fno-omit-frame-pointer" .venv/bin/python setup.py --quiet build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD=$$(gcc -print-file-name=lib$(subst thread,t,$(subst address,a,$(SANITIZER)))san.so) \
 	  ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS=die_after_fork=0 PYTHONPATH=$(CURDIR)/$(SANITIZED) \
-	  .venv/bin/python -m pytest -s tests/worker/test_kernels.py tests/worker/test_threads.py $(ARGS)
+	  .venv/bin/python -m pytest -s tests/worker/test_kernels.py tests/worker/test_kernels_choose.py tests/worker/test_threads.py $(ARGS)
 
 .PHONY: coverage
 coverage: setup ## Measure lines and branches of the core, the store and the acceptance code that no test takes; there must be none

@@ -17,7 +17,7 @@ KERNELS = Extension(
     ],
     depends=[
         f"worker_svc/engine/cpu/{name}.h"
-        for name in ("kernels", "kernels_body", "kernels_quantised", "threads")
+        for name in ("kernels", "kernels_body", "kernels_quantised", "kernels_choose", "threads")
     ],
     extra_compile_args=[
         "-O3",

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from worker_svc.engine.draft_lengths.outlook import Outlook
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.round.choices import Choices
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 
@@ -38,7 +41,7 @@ KINDS = (
     Sampling(temperature=0.8, top_p=0.9, seed=2**64 - 1),
     Sampling(temperature=0.8, top_k=20, seed=2**63),
     Sampling(temperature=0.8, top_p=0.95, top_k=40, seed=7),
-    Sampling(),
+    Sampling(temperature=1.0, min_p=0.1, seed=8),
 )
 
 
@@ -47,7 +50,7 @@ def specifications() -> list[Specification]:
     specs = []
     for number in range(PROMPTS):
         kind = KINDS[number % len(KINDS)]
-        sampling = Sampling(kind.temperature, kind.top_p, kind.top_k, (kind.seed + number) % 2**64)
+        sampling = replace(kind, seed=(kind.seed + number) % 2**64)
         length = rng.choice((1, 2, 3, 5, 8, 17, 33, 70))
         prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
         specs.append(
@@ -186,6 +189,52 @@ def test_proposals_may_stay_on_the_device_until_the_round_is_over(
     output, _, reports = finish_all(engine, specifications(), rotate("keep"))
     assert_same(output, plain)
     assert sum(report.accepted for report in reports) > 0
+
+
+def test_a_request_that_the_kernels_cannot_choose_for_leaves_the_others_to_them(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with a penalty, a bias or a bad word, and one of a top_k that is too great, among others with all
+    kinds of sampling: the others draft in one call, and are chosen for by the kernels."""
+    if device != "cpu" or not kernels.USABLE:
+        pytest.skip("by kernels only")
+    monkeypatch.setattr(kernels, "MOST_TOP_K", 100)
+    changes: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.3},
+        {"logit_bias": ((3, 2.0), (5, -4.0))},
+        {"bad_words_ids": ((7,), (9, 11))},
+        {"top_k": 101},
+    )
+    others = specifications()[:12]
+    apart = [
+        replace(spec, request_id=f"apart-{number}", sampling=replace(Sampling(0.8, seed=number), **change))
+        for number, change in enumerate(changes)
+        for spec in others[number : number + 1]
+    ]
+    alone, *_ = finish_all(engine_for(pair, device, 1, 3), [*others, *apart])
+
+    proposing: list[int] = []
+    at_once = PackedModel.propose
+    by_torch: list[int] = []
+    choose = Choices.choose
+
+    def propose(self: PackedModel, ids: Any, plan: Any, drafts: Sequence[kernels.Draft], *more: Any) -> Any:
+        proposing.append(len(drafts))
+        return at_once(self, ids, plan, drafts, *more)
+
+    def chosen(self: Choices, logits: Any, choice_rows: Sequence[int]) -> Any:
+        assert set(choice_rows) <= self.apart
+        by_torch.append(len(choice_rows))
+        return choose(self, logits, choice_rows)
+
+    engine = engine_for(pair, device, 16, 3)
+    monkeypatch.setattr(PackedModel, "propose", propose)
+    monkeypatch.setattr(Choices, "choose", chosen)
+    together, *_ = finish_all(engine, [*others, *apart])
+
+    assert together == alone
+    assert max(proposing) == len(others)
+    assert by_torch
 
 
 def test_the_draft_does_not_matter(pair: tuple[Path, Path], device: str) -> None:

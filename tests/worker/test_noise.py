@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import pytest
 import torch
 
 from worker_svc.engine.sampling import counter
-from worker_svc.engine.sampling.noise import Noise
+from worker_svc.engine.sampling.noise import Noise, NoiseOfRows
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 
@@ -125,3 +126,13 @@ def test_gumbel_moments() -> None:
     draws = Noise(2**20).gumbel([counter.row_key(3, 3)])[0].double()
     assert abs(float(draws.mean()) - 0.5772157) < 5 * 1.2825 / 1024
     assert abs(float(draws.var()) - math.pi**2 / 6) < 5 * 3.5 / 1024
+
+
+def test_noise_of_rows_is_generated_for_the_rows_that_need_it(device: str) -> None:
+    vocab, keys = 77, [counter.row_key(3, at) for at in range(6)]
+    expected = Noise(vocab, device).gumbel(keys)
+    noise = NoiseOfRows(Noise(vocab, device), keys)
+    for rows in ([4], [4, 1], [0]):
+        assert torch.equal(noise.of(rows)[rows], expected[rows])
+    assert torch.equal(noise.of(), expected)
+    assert noise.keys == array("Q", keys)

@@ -5,9 +5,8 @@ from typing import TypeAlias
 # weights, layers, hidden, inner, heads, kv_heads, size, embedding, tokens, turns, norm, head, half, epsilon, scale
 Decoder: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, float, float]
 Packed: TypeAlias = tuple[int, int, int, int, int, int]  # ids, rows, pieces, count, pool, pool_layer
-Choosing: TypeAlias = tuple[
-    int, int, int, int, int, int
-]  # inverse_temperature, noisy, apart, noise, noise_row, vocabulary
+# inverse_temperature, noisy, apart, noise, noise_row, vocabulary, top_k, top_p, log_min_p, keys
+Choosing: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
 
 Copied: TypeAlias = tuple[int, int, int, int]  # layer, rows, count, to
 
@@ -61,7 +60,7 @@ def propose(
     work: int,
     /,
 ) -> None: ...
-def gumbel(keys: int, rows: int, weyl: int, vocabulary: int, out: int, /) -> None: ...
+def gumbel(keys: int, rows: int, count: int, weyl: int, vocabulary: int, out: int, /) -> None: ...
 def add_norm(
     x: int, y: int, weight: int, out: int, rows: int, size: int, half: int, epsilon: float, /
 ) -> None: ...

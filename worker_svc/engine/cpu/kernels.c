@@ -127,10 +127,10 @@ static PyObject *py_gated(PyObject *module, PyObject *const *given, Py_ssize_t c
 }
 
 static PyObject *py_gumbel(PyObject *module, PyObject *const *given, Py_ssize_t count) {
-    int64_t n[5];
-    if (!expects(count, 5) || !integers(given, n, 5)) return NULL;
+    int64_t n[6];
+    if (!expects(count, 6) || !integers(given, n, 6)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    kernels->gumbel(AT(const uint64_t, n[0]), n[1], AT(const uint32_t, n[2]), n[3], AT(float, n[4]));
+    kernels->gumbel(AT(const uint64_t, n[0]), AT(const int64_t, n[1]), n[2], AT(const uint32_t, n[3]), n[4], AT(float, n[5]));
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -155,9 +155,10 @@ static int packed_of(PyObject *given, Packed *packed) {
 }
 
 static int choosing_of(PyObject *given, Choosing *choosing) {
-    int64_t n[6];
-    if (!integers_of(given, 6, n, 6)) return 0;
-    *choosing = (Choosing){AT(const float, n[0]), AT(const float, n[1]), n[2], AT(const float, n[3]), n[4], n[5]};
+    int64_t n[10];
+    if (!integers_of(given, 10, n, 10)) return 0;
+    *choosing = (Choosing){AT(const float, n[0]), AT(const float, n[1]), n[2], AT(const float, n[3]), n[4], n[5],
+                           AT(const int64_t, n[6]), AT(const float, n[7]), AT(const float, n[8]), AT(const uint64_t, n[9])};
     return 1;
 }
 
@@ -223,7 +224,7 @@ static PyMethodDef methods[] = {
     {"use_threads", (PyCFunction)(void (*)(void))py_use_threads, METH_FASTCALL, "threads, a core of each or nothing"},
     {"turn", (PyCFunction)(void (*)(void))py_turn, METH_FASTCALL,
      "qkv, pieces, how many, rows, heads, key/value heads, size, turns, pool, bfloat16?"},
-    {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows, Weyl sequence, vocabulary, out"},
+    {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, "keys, rows or 0, how many, Weyl sequence, vocabulary, out"},
     {"add_norm", (PyCFunction)(void (*)(void))py_add_norm, METH_FASTCALL, "x, y or 0, weight or 0, out, rows, size, bfloat16?, epsilon"},
     {"gated", (PyCFunction)(void (*)(void))py_gated, METH_FASTCALL, "gates and ups, out, rows, size, bfloat16?"},
     {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "a decoder, packed rows, wanted rows, how many, logits, scratch, rows to copy out"},

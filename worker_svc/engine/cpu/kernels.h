@@ -84,11 +84,15 @@ typedef struct {
 
 /* How tokens are chosen at choice rows. */
 typedef struct {
-    const float *inverse_temperature, *noisy; /* by choice row; noisy: 0 or 1 */
-    int64_t apart;                            /* floats from one choice row's to the next; 0: they are alike */
-    const float *noise;                       /* [choice rows, noise_row]; missing: all are greedy, and the others above are too */
+    const float *inverse_temperature, *noisy; /* by choice row; noisy: 0 or 1; missing: all are greedy */
+    int64_t apart;                            /* numbers from one choice row's to the next; 0: they are alike */
+    const float *noise;                       /* [choice rows, noise_row]: read where a row is noisy and chooses among all tokens */
     int64_t noise_row;
     int64_t vocabulary; /* tokens that may be chosen: the first so many */
+    /* By choice row: what restricts it, see `choose_restricted`; the keys of its noise, which are never alike. Missing: nothing restricts any. */
+    const int64_t *top_k;
+    const float *top_p, *log_min_p;
+    const uint64_t *keys;
 } Choosing;
 
 /* A request whose draft proposes. As int64 in memory, one after another. */
@@ -125,7 +129,7 @@ typedef struct {
     void (*choose)(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen);
     int (*propose)(const Decoder *decoder, const Packed *packed, const Draft *drafts, int64_t many, const Choosing *choosing, const int64_t *ends,
                    int64_t ends_count, int64_t *proposed, int64_t depth, float *scratch, int64_t *work);
-    void (*gumbel)(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out);
+    void (*gumbel)(const uint64_t *keys, const int64_t *rows, int64_t count, const uint32_t *weyl, int64_t vocabulary, float *out);
 } Kernels;
 
 extern const Kernels kernels_avx2, kernels_avx512, kernels_bf16;
@@ -133,5 +137,6 @@ extern const Kernels kernels_avx2, kernels_avx512, kernels_bf16;
 enum {
     GRAIN = 16,      /* sizes of heads and of norms are multiples of it */
     MOST_SIZE = 256, /* numbers of a head */
-    PANEL = 32       /* outputs of a product whose weights lie together */
+    PANEL = 32,      /* outputs of a product whose weights lie together */
+    MOST_TOP_K = 1024
 };

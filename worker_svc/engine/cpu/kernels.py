@@ -1,4 +1,4 @@
-"""Attention, products and the steps between them, in C (kernels_body.h): on threads of the CPU (threads.h), in
+"""Attention, products, the steps between them, and the choice of tokens, in C (kernels_body.h, kernels_choose.h): on threads of the CPU (threads.h), in
 single precision or bfloat16.
 
 In bfloat16 are the weights, their factors, and the KV pool; all sums are in single precision.
@@ -37,6 +37,7 @@ MOST_THREADS = 256
 PIECE_NUMBERS = 5  # of a piece in kernels.h
 ALIGNED = 64  # bytes, of a cache line: weights that begin elsewhere are slower to read
 RELAID_TOGETHER = 64  # panels, of which a copy is made
+MOST_TOP_K = 1024  # a greater top_k, less than the vocabulary, is left to torch
 DTYPES = (torch.float32, torch.bfloat16)
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of a matrix in kernels.h
 
@@ -209,12 +210,24 @@ class LayerWeights(NamedTuple):
     down: Product
 
 
+class Restrictions(NamedTuple):
+    """What restricts the choice at choice rows, as in `truncation.kept`."""
+
+    top_k: (
+        torch.Tensor
+    )  # int64 [choice rows, 1], or [1, 1] for all; 1 .. MOST_TOP_K, or the vocabulary or more
+    top_p: torch.Tensor  # float32, the same
+    log_min_p: torch.Tensor
+    keys: array[int]  # of the noise of each choice row, "Q"
+
+
 class Choosing(NamedTuple):
     """Settings of the choice at choice rows: greatest of logits * inverse_temperature + noisy * noise."""
 
     inverse_temperature: torch.Tensor  # float32 [choice rows, 1], or [1, 1] for all
     noisy: torch.Tensor  # the same, 0 or 1
-    noise: torch.Tensor  # float32 [choice rows, vocabulary]
+    noise: torch.Tensor | None  # float32 [choice rows, vocabulary]; not read for rows that are restricted
+    restrictions: Restrictions | None = None  # None: no row has any
 
 
 class Draft(NamedTuple):
@@ -354,12 +367,20 @@ def _copied(what: Copied | None) -> tuple[int, int, int, int]:
     return layer, rows.data_ptr(), rows.shape[0], to.data_ptr()
 
 
-def _choosing(how: Choosing | None, vocabulary: int) -> tuple[int, int, int, int, int, int]:
+def _choosing(
+    how: Choosing | None, vocabulary: int
+) -> tuple[int, int, int, int, int, int, int, int, int, int]:
     if how is None:
-        return 0, 0, 0, 0, 0, vocabulary
-    inverse, noisy, noise = how
-    apart = int(inverse.shape[0] > 1)
-    return inverse.data_ptr(), noisy.data_ptr(), apart, noise.data_ptr(), noise.stride(0), vocabulary
+        return 0, 0, 0, 0, 0, vocabulary, 0, 0, 0, 0
+    inverse, noisy, noise, restrictions = how
+    noise_row = 0 if noise is None else noise.stride(0)
+    limits = (0, 0, 0, 0)
+    if restrictions is not None:
+        top_k, top_p, log_min_p, keys = restrictions
+        limits = top_k.data_ptr(), top_p.data_ptr(), log_min_p.data_ptr(), keys.buffer_info()[0]
+    return (
+        inverse.data_ptr(), noisy.data_ptr(), int(inverse.shape[0] > 1), _at(noise), noise_row, vocabulary, *limits
+    )  # fmt: skip
 
 
 def choose_of(logits: torch.Tensor) -> bool:
@@ -399,5 +420,13 @@ def gumbel(keys: Sequence[int], weyl: torch.Tensor) -> torch.Tensor:
     """
     out = torch.empty((len(keys), weyl.shape[0]))
     held = array("Q", keys)
-    _kernels.gumbel(held.buffer_info()[0], len(keys), weyl.data_ptr(), weyl.shape[0], out.data_ptr())
+    _kernels.gumbel(held.buffer_info()[0], 0, len(keys), weyl.data_ptr(), weyl.shape[0], out.data_ptr())
     return out
+
+
+def gumbel_rows(keys: array[int], rows: Sequence[int], weyl: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the noise of some rows of `out` [rows, vocab] float32; `keys`: of all rows."""
+    wanted = array("q", rows)
+    _kernels.gumbel(
+        keys.buffer_info()[0], wanted.buffer_info()[0], len(wanted), weyl.data_ptr(), weyl.shape[0], out.data_ptr()
+    )  # fmt: skip

@@ -15,6 +15,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints_anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t word __attribute__((may_alias)); /* what products read: a float, or a pair of bfloat16 */
 typedef uint32_t words_anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -687,152 +688,9 @@ static int forward(const Decoder *own, const Packed *packed, const int64_t *want
     return 1;
 }
 
-/* ---- noise ---- */
+#include "kernels_choose.h"
 
-/* The natural logarithm of x > 0, normal, to about 1e-7 (coefficients: S. Moshier, Cephes, logf). */
-INLINE floats logarithm(floats x) {
-    ints bits = (ints)x;
-    ints exponent = ((bits - 0x3F3504F3) >> 23); /* so that what is left lies between the roots of 1/2 and 2 */
-    floats rest = (floats)(bits - (exponent << 23)) - 1.0f;
-    floats n = __builtin_convertvector(exponent, floats);
-    floats y = all(7.0376836292e-2f);
-    y = y * rest - 1.1514610310e-1f;
-    y = y * rest + 1.1676998740e-1f;
-    y = y * rest - 1.2420140846e-1f;
-    y = y * rest + 1.4249322787e-1f;
-    y = y * rest - 1.6668057665e-1f;
-    y = y * rest + 2.0000714765e-1f;
-    y = y * rest - 2.4999993993e-1f;
-    y = y * rest + 3.3333331174e-1f;
-    floats square = rest * rest;
-    y = y * rest * square + n * -2.12194440e-4f - 0.5f * square;
-    return rest + y + n * 0.693359375f;
-}
-
-/* Of counter.py. */
-#define MIX_A 0x7FEB352Du
-#define MIX_B 0x846CA68Bu
-#define V_MAX 0x1.fffffep-1f
-
-/* Standard Gumbel noise of one row's tokens [first, last), of the numbers that counter.py defines; weyl: one number per token id. */
-STEP void gumbel_of(uint64_t key, const uint32_t *weyl, int64_t first, int64_t last, float *out) {
-    const words low = (words){0} + (uint32_t)key, high = (words){0} + (uint32_t)(key >> 32);
-    for (int64_t id = first; id < last; id += LANES) {
-        int64_t left = last - id;
-        words x = {0};
-        memcpy(&x, weyl + id, (size_t)(left < LANES ? left : LANES) * sizeof(uint32_t));
-        x ^= low;
-        x = (x ^ (x >> 16)) * MIX_A;
-        x = (x ^ (x >> 15)) + high;
-        x *= MIX_B;
-        x ^= x >> 16;
-        floats v = __builtin_convertvector((ints)x, floats) * 0x1p-32f + 0x1p-33f;
-        v = pick(v < 0.0f, v + 1.0f, v);
-        v = pick(v > V_MAX, all(V_MAX), v);
-        /* -log(1 - v): what 1 - v is rounded by is made good (W. Kahan). */
-        floats u = 1.0f - v, lost = 1.0f - u;
-        floats exponential_noise = pick(lost == 0.0f, v, -logarithm(u) * (v / lost));
-        floats noise = -logarithm(exponential_noise);
-        memcpy(out + id, &noise, (size_t)(left < LANES ? left : LANES) * sizeof(float));
-    }
-}
-
-/* Noise [rows, vocabulary]. */
-typedef struct {
-    const uint64_t *keys;
-    int64_t rows;
-    const uint32_t *weyl;
-    int64_t vocabulary;
-    float *out;
-} Gumbel;
-
-/* The rows lie one behind the other, and a share may begin and end within one. */
-TARGET
-static void gumbel_part(const void *given, int64_t part, int64_t parts) {
-    const Gumbel *step = given;
-    const int64_t all = step->rows * step->vocabulary, last = share(all, LANES, part + 1, parts);
-    for (int64_t at = share(all, LANES, part, parts); at < last;) {
-        const int64_t row = at / step->vocabulary, before = row * step->vocabulary, left = last - before;
-        const int64_t end = left < step->vocabulary ? left : step->vocabulary;
-        gumbel_of(step->keys[row], step->weyl, at - before, end, step->out + before);
-        at = before + end;
-    }
-}
-
-TARGET
-static void gumbel(const uint64_t *keys, int64_t rows, const uint32_t *weyl, int64_t vocabulary, float *out) {
-    const Gumbel step = {keys, rows, weyl, vocabulary, out};
-    run_step(gumbel_part, &step, 1 + rows * vocabulary / NUMBERS_EACH);
-}
-
-/* ---- choosing ---- */
-
-/* Of each row of logits, the token with the greatest logit / temperature + noise, the first of equals; -1 if not all logits are finite. choices: choice
-   row of each. Rounded after the division and after the sum, as sampling.py does it. */
-STEP void choose_rows(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen) {
-    ints lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int64_t row = 0; row < rows; row++, logits += logits_row) {
-        const int64_t at = choices[row];
-        const int noisy = choosing->noise && choosing->noisy[at * choosing->apart] != 0;
-        const float *noise = noisy ? choosing->noise + at * choosing->noise_row : NULL;
-        const floats inverse = all(noisy ? choosing->inverse_temperature[at * choosing->apart] : 1.0f);
-        floats best = all(-INFINITY);
-        ints where = {0}, broken = {0};
-        for (int64_t id = 0; id < choosing->vocabulary; id += LANES) {
-            const int64_t left = choosing->vocabulary - id;
-            floats score = all(-INFINITY);
-            if (left >= LANES)
-                score = load(logits + id);
-            else
-                memcpy(&score, logits + id, (size_t)left * sizeof(float));
-            ints odd = score - score != 0.0f;
-            broken |= left >= LANES ? odd : odd & (lane < (int32_t)left);
-            if (noisy) {
-                floats own = {0};
-                if (left >= LANES)
-                    own = load(noise + id);
-                else
-                    memcpy(&own, noise + id, (size_t)left * sizeof(float));
-                score *= inverse;
-                __asm__("" : "+x"(score)); /* or it would be one operation with the sum, rounded once */
-                score += own;
-            }
-            ints better = score > best;
-            best = pick(better, score, best);
-            where = (better & (lane + (int32_t)id)) | (~better & where);
-        }
-        float most = best[0];
-        int32_t first = where[0], any = broken[0];
-        for (int i = 1; i < LANES; i++) {
-            if (best[i] > most || (best[i] == most && where[i] < first)) most = best[i], first = where[i];
-            any |= broken[i];
-        }
-        chosen[row] = any ? -1 : first;
-    }
-}
-
-typedef struct {
-    const float *logits;
-    int64_t logits_row, rows;
-    const int64_t *choices;
-    const Choosing *choosing;
-    int64_t *chosen;
-} Choose;
-
-TARGET
-static void choose_part(const void *given, int64_t part, int64_t parts) {
-    const Choose *step = given;
-    const int64_t first = share(step->rows, 1, part, parts), last = share(step->rows, 1, part + 1, parts);
-    choose_rows(step->logits + first * step->logits_row, step->logits_row, last - first, step->choices + first, step->choosing, step->chosen + first);
-}
-
-TARGET
-static void choose(const float *logits, int64_t logits_row, int64_t rows, const int64_t *choices, const Choosing *choosing, int64_t *chosen) {
-    const Choose step = {logits, logits_row, rows, choices, choosing, chosen};
-    const int64_t worth = 1 + rows * choosing->vocabulary / NUMBERS_EACH;
-    run_step(choose_part, &step, worth < rows ? worth : rows);
-}
+/* ---- drafts ---- */
 
 static int is_one_of(int64_t id, const int64_t *ids, int64_t count) {
     for (int64_t i = 0; i < count; i++)

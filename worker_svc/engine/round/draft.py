@@ -7,6 +7,7 @@ round is planned.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -50,7 +51,8 @@ class Drafting:
                 self._take_in_found(requests, choices)
             fed = [request for request in requests if request.catch_up]
             if fed and self._pair.draft is not None:
-                self._run(self._pair.draft, fed, choices, steps)
+                for some in self._apart(self._pair.draft, fed, choices):
+                    self._run(self._pair.draft, some, choices, steps)
         finally:
             adjustments.close()
         if adjustments.wanted:
@@ -59,6 +61,19 @@ class Drafting:
                     request.allowed = adjustments.usable.get(request.first_choice)
                     request.problem = adjustments.failed.get(request.first_choice)
         return steps
+
+    def _apart(
+        self, draft: PackedModel, fed: list[RoundRequest], choices: Choices
+    ) -> Iterator[list[RoundRequest]]:
+        """Yield the requests in groups that are fed together: those whose tokens the kernels cannot choose
+        must not make all others draft step by step."""
+        apart = [request for request in fed if request.draft_len and request.first_choice in choices.apart]
+        others = [request for request in fed if request not in apart] if apart else fed
+        if draft.proposes and apart and any(request.draft_len for request in others):
+            yield others
+            yield apart
+        else:
+            yield fed
 
     def _take_in_found(self, requests: SequenceOf[RoundRequest], choices: Choices) -> None:
         """Let the adjustments follow the draft tokens of prompt lookup, step by step."""
@@ -79,7 +94,8 @@ class Drafting:
             host_ids.extend(fed[at].sequence.tokens[start : start + count])
         ids = self._draft_ids(kernels.int64s(host_ids).to(self._pair.device))
         proposing = [at for at in plan.order if fed[at].draft_len]
-        if proposing and draft.proposes and choices.by_kernels:
+        at_once = draft.proposes and not any(fed[at].first_choice in choices.apart for at in proposing)
+        if proposing and at_once:
             self._propose_at_once(draft, fed, ids, plan, choices, steps)
             return
         last = [plan.first_row[at] + pieces[at].tokens - 1 for at in proposing]
@@ -103,7 +119,7 @@ class Drafting:
         ]
         began = pair.clock()
         proposed = draft.propose(ids, plan, drafts, choices.for_kernels, pair.draft_vocab, list(pair.eos_ids))
-        steps.seconds = pair.clock() - began
+        steps.seconds += pair.clock() - began
         for (_, request), tokens in zip(proposing, proposed, strict=True):
             request.draft_tokens = tokens
             request.draft_len = len(tokens)
@@ -150,7 +166,7 @@ class Drafting:
             logits = draft.forward(self._draft_ids(tokens), step_plan, None)[: len(members)]
             tokens = self._choose(logits, members, j, choices, steps)
         pair.synchronize()
-        steps.seconds = pair.clock() - began
+        steps.seconds += pair.clock() - began
 
     def _choose(
         self,

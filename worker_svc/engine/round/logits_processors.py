@@ -14,7 +14,7 @@ position. The only state that survives the round can be rebuilt from committed t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -103,6 +103,11 @@ class Adjustments:
     def wanted(self) -> bool:
         """True if any request has a logits processor."""
         return bool(self._members)
+
+    @property
+    def rows(self) -> Collection[int]:
+        """The choice rows whose logits are adjusted."""
+        return self._by_row.keys()
 
     def apply(self, logits: torch.Tensor, choice_rows: SequenceOf[int]) -> torch.Tensor:
         """Return adjusted `logits` [rows, vocabulary of the model] of these choice rows.

@@ -72,9 +72,16 @@ class Verification:
         hidden = HiddenRows(self.hidden_layer, hidden_rows) if looked_at else None
         logits = self.pair.target.forward(ids, plan, wanted, hidden)
         count = len(choice_rows)
-        if guesses is None and choices.by_kernels and kernels.choose_of(logits):
+        if guesses is None and kernels.choose_of(logits):
+            # The choices of rows that are chosen for apart mean nothing, but whether their logits are finite
+            # does.
             picked = kernels.choose(logits, choice_rows + [0] * len(watched), choices.for_kernels)
             finite = min(picked) >= 0
+            if choices.apart:
+                apart = [at for at, row in enumerate(choice_rows) if row in choices.apart]
+                own = choices.choose(logits[apart], [choice_rows[at] for at in apart]).tolist()
+                for at, token in zip(apart, own, strict=True):
+                    picked[at] = token
         else:
             sound = logits.sum(-1, dtype=torch.float32).isfinite().long()
             chosen_ids = choices.choose(logits[:count], choice_rows)

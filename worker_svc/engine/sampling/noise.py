@@ -6,6 +6,7 @@ The bits are exact and equal on every device; the two logarithms after them are 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,16 @@ class Noise:
         # Two's complement: the upper half of the unsigned range becomes the negative half.
         self._weyl = torch.where(weyl >= 2**31, weyl - 2**32, weyl).to(torch.int32).to(device)  # [vocab]
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._weyl.shape[0]
+
+    @property
+    def by_kernels(self) -> bool:
+        """True if `kernels` generates it."""
+        return kernels.USABLE and self._weyl.device.type == "cpu"
+
     def bits(self, keys: Sequence[int]) -> torch.Tensor:
         """Return the 32 uniform bits of every token under each key, as int32 [rows, vocab]."""
         halves = [(signed32(key & counter.M32), signed32(key >> 32)) for key in keys]
@@ -45,7 +56,7 @@ class Noise:
 
     def gumbel(self, keys: Sequence[int]) -> torch.Tensor:
         """Return standard Gumbel noise, float32 [rows, vocab]; `keys` are those of `counter.row_key`."""
-        if kernels.USABLE and self._weyl.device.type == "cpu":
+        if self.by_kernels:
             return kernels.gumbel(keys, self._weyl)
         v = self.bits(keys).to(torch.float32)
         # Signed bits b represent the unsigned number b + 2**32 * (b < 0); as v only has to be uniform, 0 <= b
@@ -53,3 +64,34 @@ class Noise:
         v.mul_(2.0**-32).add_(2.0**-33)
         v.add_((v < 0).to(torch.float32)).clamp_(max=counter.V_MAX)
         return v.neg_().log1p_().neg_().log_().neg_()
+
+    def fill(self, keys: array[int], rows: Sequence[int], out: torch.Tensor) -> None:
+        """Write the noise of some rows of `out`, float32 [rows, vocab], `by_kernels`; `keys`: of all rows."""
+        kernels.gumbel_rows(keys, rows, self._weyl, out)
+
+
+class NoiseOfRows:
+    """The noise of the choice rows of a round. On the CPU a row's is generated when it is needed first: a row
+    whose choice is restricted needs it for a few tokens only."""
+
+    def __init__(self, noise: Noise, keys: Sequence[int]) -> None:
+        """`keys`: of each row, those of `counter.row_key`."""
+        self.keys = array("Q", keys)
+        self._noise = noise
+        self._filled: torch.Tensor | None = None
+        # Rows of it that are not generated yet.
+        self._missing: set[int] = set()
+
+    def of(self, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Return float32 [all rows, vocab], in which these rows (None: all) are valid."""
+        if self._filled is None and (rows is None or not self._noise.by_kernels):
+            self._filled, self._missing = self._noise.gumbel(self.keys), set()
+        elif self._filled is None:
+            self._filled = torch.empty((len(self.keys), self._noise.vocab_size))
+            self._missing = set(range(len(self.keys)))
+        if self._missing:
+            wanted = self._missing.intersection(range(len(self.keys)) if rows is None else rows)
+            if wanted:
+                self._noise.fill(self.keys, sorted(wanted), self._filled)
+                self._missing -= wanted
+        return self._filled
