@@ -168,9 +168,16 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     prefill_chunk: int = field(
         512,
-        help="Largest number of context tokens computed in one round; smaller: shorter pauses for other "
-        "requests",
+        help="Largest number of context tokens computed in one round; LAPS_SD_MAX_ROUND_S bounds their time",
         minimum=1,
+    )
+    max_round_s: float = field(
+        0.05,
+        help="A round that computes context takes at most about this long, or 3 times as long as without it if that is "
+        "longer. Smaller: shorter gaps between the tokens of other requests; larger: the first token of a long "
+        "prompt comes sooner. 60: LAPS_SD_PREFILL_CHUNK alone bounds it",
+        minimum=0.0,
+        maximum=60.0,
     )
 
     prefix_reuse_tokens: int = field(

@@ -12,7 +12,13 @@ import pytest
 
 from tests.worker.pairs import load_pair
 from worker_svc.engine import calibration
-from worker_svc.engine.calibration import STEPS_IN_A_CALL, TURNS, measure_draft_steps, measure_rounds
+from worker_svc.engine.calibration import (
+    STEPS_IN_A_CALL,
+    TURNS,
+    measure_draft_steps,
+    measure_prefill,
+    measure_rounds,
+)
 from worker_svc.engine.models.model import PackedModel
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
@@ -86,3 +92,27 @@ def test_where_time_is_over_each_size_was_measured_twice(
     measured.clear()
     measure_draft_steps(draft, **{**arguments, "clock": clock})
     assert len(measured) == TURNS / 2 * hurried
+
+
+def test_context_tokens_are_measured_at_two_places_of_a_context(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each forward takes a second here, so that a token costs as much anywhere."""
+    target, _ = models(pair, device)
+    arguments = seconds_by_reading(monkeypatch)
+    del arguments["slots"]
+    costs = measure_prefill(target, 0.5, **arguments)
+    tokens = min(calibration.CHUNK, MAX_LENGTH // 2)
+    assert costs(1) == pytest.approx(0.5 / tokens)
+    assert costs(MAX_LENGTH) == pytest.approx(0.5 / tokens)
+
+
+@pytest.mark.parametrize("max_length", [1, 2, 3, 5, 9])
+def test_context_tokens_of_short_contexts_have_a_cost_too(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    target, _ = models(pair, device, max_length=max_length)
+    arguments = seconds_by_reading(monkeypatch)
+    del arguments["slots"]
+    costs = measure_prefill(target, 0.5, **arguments | {"max_length": max_length})
+    assert costs(1) > 0 and costs(max_length) > 0

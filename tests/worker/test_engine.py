@@ -267,7 +267,7 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     assert engine.swap_out("a")
     engine._pair.pools[0].allocator.allocate(1)  # its old place is taken
     planner = engine.rounds.planner
-    planner.hold(planner.plan([sequence], len(sequence.tokens), engine.lengths))
+    planner.hold(planner.plan([sequence], engine.lengths).requests)
     engine._pair.swap_in(sequence)
     after = [
         pool.copy_out(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,9 +15,14 @@ from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
 from worker_svc.engine.interface import blocks_needed
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.plan import Piece
+from worker_svc.engine.round.prefill_time import token_costs
 
 TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
 SHORT = 64  # tokens of the contexts of most measurements. Our choice
+CHUNK, FAR = (
+    64,
+    1024,
+)  # tokens of a chunk that is measured, at the beginning of a context and after so many. Our choice
 # Draft steps of one row each that are measured together, where they are one call. Our choice.
 STEPS_IN_A_CALL = 4
 # Seconds of a round, and of each of its rows, besides the forward, before they were measured.
@@ -39,6 +45,28 @@ def measure_rounds(
         for count, took in zip(forward.counts, forward.seconds, strict=True)
     ]
     return CostTable(forward.counts, seconds, forward.key_s)
+
+
+@torch.inference_mode()
+def measure_prefill(
+    target: PackedModel, plain_s: float, *, max_length: int, clock: Clock, deadline: float
+) -> CostTable:
+    """Return the seconds that a context token adds, by its position, to a round of `plain_s` without any.
+
+    Arguments as in `measure_rounds`.
+    """
+    longest = min(max_length, target.pool.allocator.free_blocks * target.pool.block_size)
+    tokens = min(CHUNK, longest // 2)
+    far = min(FAR, longest - tokens)
+    if not tokens:  # no context has room for two tokens
+        return token_costs(1, plain_s, 2 * plain_s, 1, 2 * plain_s, max_length)
+    near_s = far_s = math.inf
+    for _ in range(TURNS):
+        near_s = min(near_s, _seconds(target, 1, tokens, 0, 1, clock, proposes=False, last_only=True))
+        far_s = min(far_s, _seconds(target, 1, tokens, far, 1, clock, proposes=False, last_only=True))
+        if time.monotonic() > deadline:
+            break
+    return token_costs(tokens, plain_s, near_s, far, far_s, max_length)
 
 
 def measure_draft_steps(
@@ -114,12 +142,20 @@ def _room(pool: KVPool, start: int, per: int, steps: int) -> int:
 
 
 def _seconds(
-    model: PackedModel, sequences: int, per: int, start: int, steps: int, clock: Clock, *, proposes: bool
+    model: PackedModel,
+    sequences: int,
+    per: int,
+    start: int,
+    steps: int,
+    clock: Clock,
+    *,
+    proposes: bool,
+    last_only: bool = False,
 ) -> float:
     """Return the seconds of a forward of `per` tokens each after `start` in a context, and of the choices.
 
-    The choices are at all rows, or at the last row of each sequence if the model `proposes`; if `steps` draft
-    steps are one call, it is their mean.
+    The choices are at all rows, or at the last row of each sequence if the model `proposes`, or with `last_only`; if
+    `steps` draft steps are one call, it is their mean.
     """
     pool, device = model.pool, model.device
     places = [pool.new_table() for _ in range(sequences)]
@@ -132,7 +168,7 @@ def _seconds(
         drafts = [kernels.Draft(at, at, steps, False) for at in range(sequences)]
         model.propose(ids, plan, drafts, None, model.shape.vocab_size, [])
     else:
-        every = per if proposes else 1
+        every = per if proposes or last_only else 1
         rows = range(every - 1, sequences * per, every)
         model.forward(ids, plan, kernels.int64s(rows).to(device)).argmax(-1).tolist()
     took = clock() - began

@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from worker_svc.engine.cache.prompts import ContextNames
-from worker_svc.engine.calibration import measure_draft_steps, measure_rounds
+from worker_svc.engine.calibration import measure_draft_steps, measure_prefill, measure_rounds
 from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.interface import (
@@ -233,8 +233,7 @@ class SpeculativeEngine:
         """Measure forwards of every size that rounds have, before any `add`.
 
         It takes about `budget_s` of wall clock, but each size is measured at least twice. The first request
-        finds a warm device, and the first draft lengths rest on measured costs of verified rows and draft
-        steps.
+        finds a warm device, and the first draft lengths and prefill chunks rest on measured costs.
         """
         pair, slots, length = self._pair, self.options.slots, self.options.max_length
         deadline = time.monotonic() + budget_s
@@ -254,8 +253,15 @@ class SpeculativeEngine:
                 deepest=deepest,
                 max_length=length,
                 clock=pair.clock,
-                deadline=deadline,
+                deadline=deadline - budget_s / 4,
             )
+        )
+        self.rounds.prefill.time.token = measure_prefill(
+            pair.target,
+            self.lengths.round_s(1, 0, drafts=False),
+            max_length=length,
+            clock=pair.clock,
+            deadline=deadline,
         )
 
 

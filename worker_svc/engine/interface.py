@@ -238,12 +238,14 @@ class RoundResult:
     draft_s: float = 0.0
     # The target's forward, choosing and accepting; the decode rows' share when chunks ride along.
     verify_s: float = 0.0
-    # The prefill chunks' share of that forward, by tokens.
+    # The prefill chunks' share of that forward, by their expected cost.
     prefill_s: float = 0.0
     # Bringing KV back from host memory.
     swap_s: float = 0.0
     # All of it, bookkeeping included.
     total_s: float = 0.0
+    # Longest time that the round was to take, where because of it some context waits for a later round; 0: none does.
+    limit_s: float = 0.0
     # Free blocks of the pools after the round.
     free_target_blocks: int = 0
     free_draft_blocks: int = 0
@@ -386,7 +388,7 @@ class Engine(Protocol):
         """Run one draft and verify step over exactly these requests, best rank first.
 
         Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from
-        the round's chunk budget); requests in host memory are brought back first. The result is that of this
+        the round's budget of tokens and time); requests in host memory are brought back first. The result is that of this
         round, or of the one before (`Capacity.lag`). Raises OutOfBlocks,
         UnknownRequest, or ValueError (one id twice, a finished request, more than `capacity.slots`), in each
         case before any state changes. Raises OutOfMemory if the device has no memory for the round, also

@@ -181,6 +181,7 @@ def _engine_options(options: LoadOptions, target: PackedModel, draft: PackedMode
         max_length=options.max_length,
         max_draft_len=options.max_draft_len,
         prefill_chunk=options.prefill_chunk,
+        max_round_s=options.max_round_s,
         draft_len=options.draft_len,
         host_bytes=options.host_bytes,
         drafter=None if options.drafter == "none" else drafter,

@@ -38,8 +38,10 @@ class LoadOptions:
     # Equal seeds give equal text, whatever the batch. None: in float32, and in bfloat16 where `kernels` compute
     # all.
     deterministic: bool | None = None
-    # Context tokens prefilled per round, all requests together.
+    # Context tokens prefilled per round, all requests together, at most.
     prefill_chunk: int = 512
+    # Seconds of a round that prefills, at most, or a few times a round without, whichever is longer; None: any.
+    max_round_s: float | None = None
     # Swapped-out KV, at most.
     host_bytes: int = 2 * 2**30
     # False: models of the Llama family are run by transformers too.
@@ -69,8 +71,11 @@ class EngineOptions:
     max_length: int = 1024
     # Draft tokens per request and round, at most.
     max_draft_len: int = 8
-    # Context tokens prefilled per round, all requests together: a larger value means fewer, longer rounds.
+    # Context tokens prefilled per round, all requests together, at most: a larger value means fewer, longer rounds.
     prefill_chunk: int = 512
+    # Seconds of a round that prefills, at most, or a few times a round without (`laps_sd.contract.round_time`),
+    # whichever is longer; None: any.
+    max_round_s: float | None = None
     # Fixed number of draft tokens; None: by goodput.
     draft_len: int | None = None
     # Swapped-out KV, at most.
@@ -87,6 +92,8 @@ class EngineOptions:
         for name in ("draft_blocks", "max_draft_len", "host_bytes", "prefix_reuse_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.max_round_s is not None and not self.max_round_s >= 0:
+            raise ValueError(f"max_round_s must be 0 or more, not {self.max_round_s}")
         if self.draft_len is not None and not 0 <= self.draft_len <= self.max_draft_len:
             raise ValueError(
                 f"draft_len must be from 0 to max_draft_len ({self.max_draft_len}), not {self.draft_len}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
+from laps_sd.contract.round_time import prefill_time_s
 from worker_svc.engine.cache.blocks import BlockAllocator
 from worker_svc.engine.cache.prompts import CachedPrompts, ContextNames
 from worker_svc.engine.facts import facts
@@ -126,6 +127,7 @@ class FakeEngine:
         concentration: float = 8.0,
         lengths: Lengths | None = None,
         prefill_chunk: int = 512,
+        max_round_s: float | None = None,
         host_tokens: int | None = None,
         prefix_reuse_tokens: int = 0,
         costs: FakeCosts | None = None,
@@ -164,6 +166,7 @@ class FakeEngine:
         self._draft_len = min(draft_len, max_draft_len) if self.capacity.draft_blocks else 0
         self._eos_id = eos_id
         self._prefill_chunk = prefill_chunk
+        self._max_round_s = max_round_s
         self._host_tokens = host_tokens
         self._least_reuse = prefix_reuse_tokens
         self._costs = costs or FakeCosts()
@@ -275,11 +278,8 @@ class FakeEngine:
             self._die()
         try:
             self._find(requests)
-            chunks = self._chunks(requests)
-            drafts = [
-                self._draft_length(request) if chunk == 0 else 0
-                for request, chunk in zip(requests, chunks, strict=True)
-            ]
+            drafts = [self._draft_length(request) if self._decodes(request) else 0 for request in requests]
+            chunks, limit_s = self._chunks(requests, drafts)
             self._grow(requests, chunks, drafts)
         finally:
             for request in requests:
@@ -293,14 +293,7 @@ class FakeEngine:
         for request, chunk in zip(requests, chunks, strict=True):
             if chunk or request.computed:
                 request.residency = Residency.DEVICE
-        rows = sum(
-            length + 1
-            for length, request in zip(drafts, requests, strict=True)
-            if request.computed >= request.tokens - 1
-        )
-        context = sum(request.tokens for request in requests)
-        draft_s = max(drafts, default=0) * costs.draft_step_s
-        verify_s = costs.round_s + rows * costs.verified_token_s + context * costs.context_token_s
+        draft_s, verify_s = self._plain_s(requests, drafts)
         prefill_s = sum(chunks) * costs.prefill_token_s
         total_s = draft_s + verify_s + prefill_s + swap_s
         reports = tuple(self._step(*entry) for entry in zip(requests, chunks, drafts, strict=True))
@@ -313,6 +306,7 @@ class FakeEngine:
             prefill_s=prefill_s,
             swap_s=swap_s,
             total_s=total_s,
+            limit_s=limit_s,
             free_target_blocks=self._target.free_blocks,
             free_draft_blocks=self._draft.free_blocks,
         )
@@ -342,11 +336,37 @@ class FakeEngine:
         """Return the context tokens whose KV it has, or will have found."""
         return request.computed or len(request.found) * self.capacity.block_size
 
-    def _chunks(self, requests: Sequence[_Fake]) -> list[int]:
-        """Return the context tokens to prefill for each request; 0 for one whose KV covers all tokens but the
-        last.
+    def _decodes(self, request: _Fake) -> bool:
+        """Return whether its KV covers all tokens but the last."""
+        return 0 < self._known(request) >= request.tokens - 1
+
+    def _plain_s(self, requests: Sequence[_Fake], drafts: Sequence[int]) -> tuple[float, float]:
+        """Return the seconds of drafting and of verification in a round, without prefill."""
+        costs = self._costs
+        rows = sum(
+            length + 1
+            for length, request in zip(drafts, requests, strict=True)
+            if request.computed >= request.tokens - 1
+        )
+        context = sum(request.tokens for request in requests)
+        verify_s = costs.round_s + rows * costs.verified_token_s + context * costs.context_token_s
+        return max(drafts, default=0) * costs.draft_step_s, verify_s
+
+    def _chunks(self, requests: Sequence[_Fake], drafts: Sequence[int]) -> tuple[list[int], float]:
+        """Return the context tokens to prefill for each request, and the limit of the round's seconds; 0: it is not met.
+
+        A request whose KV covers all tokens but the last prefills none.
         """
-        left = self._prefill_chunk
+        left, limit_s = self._prefill_chunk, 0.0
+        lacking = sum(
+            request.tokens - self._known(request) for request in requests if not self._decodes(request)
+        )
+        if self._max_round_s is not None and lacking:
+            plain_s = sum(self._plain_s(requests, drafts))
+            seconds = prefill_time_s(self._max_round_s, plain_s, sum(map(self._decodes, requests)))
+            fitting = max(1, int(seconds / self._costs.prefill_token_s))
+            if fitting < min(left, lacking):
+                left, limit_s = fitting, plain_s + seconds
         chunks = []
         for request in requests:
             known = self._known(request)
@@ -354,7 +374,7 @@ class FakeEngine:
             chunk = min(missing, left) if missing > 1 or known == 0 else 0
             left -= chunk
             chunks.append(chunk)
-        return chunks
+        return chunks, limit_s
 
     def _draft_length(self, request: _Fake) -> int:
         cap = (

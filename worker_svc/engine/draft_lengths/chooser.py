@@ -207,7 +207,7 @@ class DraftLengths:
             # the outlook of each request.
             return [0] * count
         self._row_costs = costs.plain_goodput * costs.row_s(1)
-        self._reading_costs = costs.plain_goodput * self._read_s()
+        self._reading_costs = costs.plain_goodput * self.read_s()
         if outlooks is not None:
             caps = [
                 cap if free[i] or self._pays_for_reading(rates[i], outlooks(i).lag) else 0
@@ -269,7 +269,7 @@ class DraftLengths:
         """Return True if a draft pays for the context it must read: `lag` tokens for each token to come."""
         return not lag or rate > self._row_costs + self._reading_costs * (1.0 + READING_MARGIN * lag)
 
-    def _read_s(self) -> float:
+    def read_s(self) -> float:
         """Return the draft's seconds for one more token of a context that it reads.
 
         It is the slope between one row for each request and as many rows as the first step may read.
@@ -300,6 +300,18 @@ class DraftLengths:
         for i in idle[: self._probed_at_once]:
             requests[i].probe()
         self._until_explored, self._probe_gain = 1.0, 0.0
+
+    def round_s(self, rows: int, keys: int, *, drafts: bool) -> float:
+        """Return the expected seconds of a round of `rows` without its draft steps.
+
+        `keys`: tokens of its contexts together; `drafts`: it has draft steps.
+        """
+        return (self.drafted if drafts else self.plain)(rows, keys)
+
+    def steps_s(self, lengths: Sequence[int], keys: int) -> float:
+        """Return the expected seconds of the draft steps of drafts of these lengths."""
+        steps = [sum([length > j for length in lengths]) for j in range(max(lengths, default=0))]
+        return sum([self.step(going, keys * going / len(lengths)) for going in steps])
 
     # -- learning from outcomes --------------------------------------------------------------------------------
 

@@ -1,18 +1,29 @@
-"""Prefill of a round: the budget of context tokens, and the KV that the prefix cache has already."""
+"""Prefill of a round: its budgets of context tokens and of time, and the KV that the prefix cache has already."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cache.prompts import CachedPrompts
 from worker_svc.engine.options import EngineOptions
+from worker_svc.engine.round.prefill_time import Chunk, PrefillTime
 from worker_svc.engine.sequence import Sequence
 
 # Prefill tokens of a round, at least, however short memory is.
 LEAST_CHUNK = 16
 # Rounds without running out of memory after which the budget doubles, up to its usual size.
 CHUNK_GROWS_AFTER = 256
+
+
+class Chunks(NamedTuple):
+    """The prefill of a round."""
+
+    tokens: list[int]  # by request
+    cut_by_time: bool  # some context waits because its time was over
+    seconds_left: float
 
 
 class Prefill:
@@ -22,6 +33,8 @@ class Prefill:
         """`pool`: the target's."""
         self.prompts = CachedPrompts(pool.allocator, options.block_size)
         """What the prefix cache holds."""
+        self.time = PrefillTime()
+        """What the time of a round grows by."""
         self._pool = pool
         self._usual = options.prefill_chunk
         self._block_size = options.block_size
@@ -71,27 +84,40 @@ class Prefill:
             self._pool.remember(table, names.kv_blocks(sequence.tokens, self._block_size))
             table.noted = self.prompts.note(names, sequence.tokens, table.noted, table.named)
 
-    def chunks(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Return the context tokens to prefill for each request: first come, first served from the budget.
+    def chunks(self, sequences: SequenceOf[Sequence], seconds: float = math.inf) -> Chunks:
+        """Return the context tokens to prefill for each request.
+
+        The first requests, which rank best, are served first from the budgets of tokens and of `seconds`: after one
+        that the time cuts, none gets any. One token at least is prefilled, however long it takes.
 
         A request without KV gets none while another one, ahead of it, computes the same tokens: it finds them
         in the next round.
         """
-        left, size, least = self.budget, self._block_size, self._least_reuse
+        left, size, cut_by_time = self.budget, self._block_size, False
         coming: set[bytes] = set()  # names of the blocks that this round fills
-        chunks = []
+        chunks: list[int] = []
         for sequence in sequences:
             known, missing = sequence.kv_length, len(sequence.tokens) - sequence.kv_length
             chunk = min(missing, left) if missing > 1 or known == 0 else 0
-            if least and chunk:
-                names = sequence.names.kv
-                if not sequence.target.blocks and not sequence.swapped:
-                    after = known // size
-                    while after < (len(sequence.tokens) - 1) // size and names[after] in coming:
-                        after += 1
-                    if after * size - known >= least:
-                        chunk = 0
-                coming.update(names[known // size : (known + chunk) // size])
+            if chunk and self._comes(sequence, coming):
+                chunk = 0
+            elif chunk and seconds < math.inf:
+                fitting = 0 if cut_by_time else self.time.fitting(seconds, known, chunk)
+                fitting = max(fitting, int(not any(chunks)))
+                chunk, cut_by_time = fitting, cut_by_time or fitting < chunk
+            if self._least_reuse and chunk:
+                coming.update(sequence.names.kv[known // size : (known + chunk) // size])
             left -= chunk
+            seconds -= self.time.seconds([Chunk(known, chunk)])
             chunks.append(chunk)
-        return chunks
+        return Chunks(chunks, cut_by_time, max(0.0, seconds))
+
+    def _comes(self, sequence: Sequence, coming: set[bytes]) -> bool:
+        """Return whether enough of a context without KV is among the blocks that this round fills."""
+        if not self._least_reuse or sequence.target.blocks or sequence.swapped:
+            return False
+        names, size, known = sequence.names.kv, self._block_size, sequence.kv_length
+        after = known // size
+        while after < (len(sequence.tokens) - 1) // size and names[after] in coming:
+            after += 1
+        return after * size - known >= self._least_reuse

@@ -20,10 +20,10 @@ class RoundRequest:
     context: int
     # Valid entries of the target's KV before the round.
     known: int
-    # Context tokens to prefill; 0 for a request whose KV covers all tokens but the last.
-    chunk: int
 
     # -- planned
+    # Context tokens to prefill; 0 for a request whose KV covers all tokens but the last.
+    chunk: int = 0
     # Tokens to propose; drafting lowers it where a draft token ends the text.
     draft_len: int = 0
     # Context tokens the draft model is fed before it can propose (its own prefill); 0: the model is not used.
@@ -49,6 +49,11 @@ class RoundRequest:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     # float32 [hidden], if it is looked at.
     hidden: NDArray[np.float32] | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Return True if its KV covers all tokens but the last; otherwise its context is prefilled."""
+        return 0 < self.known >= self.context - 1
 
     @property
     def start(self) -> int:

@@ -14,15 +14,17 @@ from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import choices_of
 from worker_svc.engine.round.commit import Commit
 from worker_svc.engine.round.draft import Drafting, DraftSteps
-from worker_svc.engine.round.plan import RoundPlanner
+from worker_svc.engine.round.plan import RoundPlan, RoundPlanner
 from worker_svc.engine.round.prefill import Prefill
+from worker_svc.engine.round.prefill_time import Chunk
 from worker_svc.engine.round.remaining import Remaining
 from worker_svc.engine.round.request import RoundRequest
 from worker_svc.engine.round.verify import Verification
 from worker_svc.engine.sampling.noise import Noise
 from worker_svc.engine.sequence import Sequence
 
-# Least ratio of all rows to prefill rows at which a round is a measurement of the cost of the other rows.
+# Least ratio of a round's time to the expected time of its chunks at which it is a measurement of the other rows;
+# otherwise it is one of the chunks.
 CHUNKS_ARE_FEW = 8
 
 
@@ -44,6 +46,7 @@ class Rounds:
             output_lengths,
             max_draft_len=max_draft_len,
             block_size=options.block_size,
+            max_round_s=options.max_round_s,
         )
         self.drafting = Drafting(pair)
         self.verification = Verification(pair, 0 if probe is None else probe.kind.layer)
@@ -57,8 +60,8 @@ class Rounds:
         """
         pair = self._pair
         round_clock = pair.clock()
-        keys = sum([len(sequence.tokens) for sequence in sequences])
-        requests = self._plan(sequences, keys)
+        plan = self._plan(sequences)
+        requests = plan.requests
         self._remaining.mark(requests)
         swapping_s, swap_s = self._swap_in(requests)
         choices = choices_of(requests, self._noise, pair.vocab_size, pair.device)
@@ -71,12 +74,8 @@ class Rounds:
         reports = [self._commit.commit(request, self.lengths) for request in requests]
         self.prefill.grow()
         forward_s = ended - verify_started
-        rows, chunk_rows = sum([request.fed for request in requests]), sum([r.chunk for r in requests])
-        prefill_s = forward_s * chunk_rows / rows if rows else 0.0
-        if chunk_rows * CHUNKS_ARE_FEW <= rows > 0:
-            # Rows of a chunk have another cost than draft tokens. Under load nearly every round has a few of
-            # them.
-            self._observe_costs(requests, rows, pair.clock() - round_clock - swapping_s, steps, keys)
+        prefill_s = forward_s * self._prefill_share(requests, plan.keys)
+        self._observe_costs(requests, pair.clock() - round_clock - swapping_s, steps, plan.keys)
         # After the measurement: what it costs says nothing about draft lengths.
         settled = self._remaining.settle(requests, reports)
         free = [pool.allocator.free_blocks for pool in pair.pools]
@@ -87,20 +86,21 @@ class Rounds:
             prefill_s=prefill_s,
             swap_s=swap_s,
             total_s=time.perf_counter() - started,
+            limit_s=plan.limit_s,
             free_target_blocks=free[0],
             free_draft_blocks=free[1] if pair.draft else 0,
         )
 
-    def _plan(self, sequences: SequenceOf[Sequence], keys: int) -> list[RoundRequest]:
+    def _plan(self, sequences: SequenceOf[Sequence]) -> RoundPlan:
         """Return the work of each request, which holds the blocks for it."""
         try:
             self.prefill.find_prefixes(sequences)
-            requests = self.planner.plan(sequences, keys, self.lengths)
-            self.planner.hold(requests)
+            plan = self.planner.plan(sequences, self.lengths)
+            self.planner.hold(plan.requests)
         finally:
             for sequence in sequences:
                 sequence.target.found = []
-        return requests
+        return plan
 
     def _swap_in(self, requests: SequenceOf[RoundRequest]) -> tuple[float, float]:
         """Bring KV back from host memory; return the seconds, by the clock of the pair and by the wall's."""
@@ -113,17 +113,45 @@ class Rounds:
             self._pair.swap_in(sequence)
         return self._pair.clock() - clock, time.perf_counter() - wall
 
+    def _prefill_share(self, requests: SequenceOf[RoundRequest], keys: int) -> float:
+        """Return the share of a forward that chunks are expected to take, from 0 to 1.
+
+        By rows it would be too small: a row deep in a long context takes several times as long as one of a draft.
+        """
+        chunks = _chunks(requests)
+        rows = sum([request.fed for request in requests if not request.chunk])
+        if not chunks or not rows:
+            return float(bool(chunks))
+        chunks_s = self.prefill.time.seconds(chunks)
+        return chunks_s / (chunks_s + self.lengths.round_s(rows, keys, drafts=False))
+
     def _observe_costs(
-        self, requests: SequenceOf[RoundRequest], rows: int, round_s: float, steps: DraftSteps, keys: int
+        self, requests: SequenceOf[RoundRequest], round_s: float, steps: DraftSteps, keys: int
     ) -> None:
-        """Take in the measured cost of a round of `rows` rows, which took `round_s` without swapping."""
-        fed = [request.fed for request in requests]
-        self.lengths.observe_costs(
-            rows,
-            round_s - steps.seconds,
-            steps.batches,
-            steps.seconds,
-            keys,
-            sum([request.catch_up for request in requests]),
-            uneven=min(fed) < max(fed),
-        )
+        """Take in the measured cost of a round, which took `round_s` without swapping.
+
+        `keys`: tokens of the contexts of the requests that decode. Rows of a chunk have another cost than draft
+        tokens, and under load nearly every round has a few of them: the larger part of a round is measured, and the
+        other one is taken to cost what is expected.
+        """
+        fed = [request.fed for request in requests if request.fed and not request.chunk]
+        chunks = _chunks(requests)
+        rows, forward_s = sum(fed), round_s - steps.seconds
+        chunks_s = self.prefill.time.seconds(chunks)
+        if chunks and (not rows or chunks_s * CHUNKS_ARE_FEW > forward_s):
+            others_s = self.lengths.round_s(rows, keys, drafts=bool(steps.batches))
+            self.prefill.time.observe(chunks, forward_s - others_s)
+        elif rows:
+            self.lengths.observe_costs(
+                rows,
+                forward_s - chunks_s,
+                steps.batches,
+                steps.seconds,
+                keys,
+                sum([request.catch_up for request in requests]),
+                uneven=min(fed) < max(fed),
+            )
+
+
+def _chunks(requests: SequenceOf[RoundRequest]) -> list[Chunk]:
+    return [Chunk(request.known, request.chunk) for request in requests if request.chunk]
