@@ -490,6 +490,7 @@ class RoundReport(_message.Message):
     PLAIN_FIELD_NUMBER: _builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """1, 2, 3 … per worker process."""
     draft_s: _builtins.float
@@ -506,6 +507,8 @@ class RoundReport(_message.Message):
     is known, and removing one that is not, changes nothing.
     """
     evicted_blocks: _builtins.bytes
+    limit_s: _builtins.float
+    """Longest time that the round was to take, where because of it some context was left for later rounds; 0: none was."""
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestProgress]: ...
     @_builtins.property
@@ -531,10 +534,11 @@ class RoundReport(_message.Message):
         plain: Global___PlainProgress | None = ...,
         cached_blocks: _builtins.bytes = ...,
         evicted_blocks: _builtins.bytes = ...,
+        limit_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plain", b"plain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draft_s", b"draft_s", "evicted_blocks", b"evicted_blocks", "free_draft_blocks", b"free_draft_blocks", "free_target_blocks", b"free_target_blocks", "idle_s", b"idle_s", "number", b"number", "plain", b"plain", "prefill_s", b"prefill_s", "progress", b"progress", "residency", b"residency", "swap_s", b"swap_s", "total_s", b"total_s", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "draft_s", b"draft_s", "evicted_blocks", b"evicted_blocks", "free_draft_blocks", b"free_draft_blocks", "free_target_blocks", b"free_target_blocks", "idle_s", b"idle_s", "limit_s", b"limit_s", "number", b"number", "plain", b"plain", "prefill_s", b"prefill_s", "progress", b"progress", "residency", b"residency", "swap_s", b"swap_s", "total_s", b"total_s", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

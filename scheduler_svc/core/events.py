@@ -284,6 +284,8 @@ class RoundReported:
     free_draft_blocks: int
     rounds: int = 1
     """Rounds that this covers; the times are sums over them."""
+    limit_s: float = 0.0
+    """Longest time that the round was to take, where because of it some context was left for later; 0: none was."""
 
     @property
     def verified(self) -> int:

@@ -175,6 +175,9 @@ def _in_order(shard: Shard) -> Iterator[Request]:
 def _waits_for(shard: Shard, request: Request) -> str:
     if request.request_id in shard.suspects:
         return f"a worker of its own: {request.deaths} workers died with it"
+    if request.shared_prefill is not None and request.running:
+        left = request.missing_tokens
+        return f"the other {left} tokens of its context to be computed: so far {request.shared_prefill}"
     if request.request_id not in shard.parked:
         return ""
     room = shard.capacity_tokens

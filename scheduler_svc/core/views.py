@@ -70,8 +70,8 @@ class Explanation:
     """True if it waits for requests of other tenants, because its own had more service (only with fairness
     between tenants)."""
     waits_for: str
-    """Condition that must hold before its rank matters, for people; empty: some worker that is up could hold
-    it."""
+    """Condition that must hold before its rank matters, or before it gets a token although it runs, for people; empty:
+    there is none."""
     waiting_s: float
     """Time since its arrival."""
     attained_s: float

@@ -210,6 +210,7 @@ def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReport
         total_s=_duration(report.total_s),
         free_target_blocks=report.free_target_blocks,
         free_draft_blocks=report.free_draft_blocks,
+        limit_s=_duration(report.limit_s),
     )
 
 

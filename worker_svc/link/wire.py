@@ -152,6 +152,7 @@ def round_report(outcome: Round) -> pb.RoundReport:
         free_draft_blocks=result.free_draft_blocks,
         cached_blocks=outcome.cache.added,
         evicted_blocks=outcome.cache.removed,
+        limit_s=result.limit_s,
     )
 
 

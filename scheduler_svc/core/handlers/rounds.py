@@ -13,6 +13,7 @@ from scheduler_svc.core.placement.ledger import Ledger
 from scheduler_svc.core.policies.ranker import Ranker
 from scheduler_svc.core.state.request import SURVIVED_ROUNDS, Request, order_key_of
 from scheduler_svc.core.state.shard import Shard
+from scheduler_svc.core.state.shared_prefill import SharedPrefill
 from scheduler_svc.core.state.worker import Worker
 
 NO_BLOCKS = "no KV blocks left for it"
@@ -64,6 +65,7 @@ class Rounds:
             worker.charge_reserve(report.rounds)
             for progress, request in present:
                 self._computed(progress, request, worker)
+                _share_prefill(progress, request, report, verified, ledger.now_s)
                 self._charge(progress, request, report, verified, prefilled)
                 self._progressed(progress, request, ledger)
         for change in report.residency:
@@ -211,6 +213,7 @@ class Rounds:
         before = request.rank
         request.residency = residency
         if residency is Residency.NONE:
+            request.shared_prefill = None
             self._shard.look_up(request)
         rank = self._ranker.rank(request)
         self._shard.rerank(request, rank)
@@ -222,6 +225,23 @@ class Rounds:
                 "perceptible" if rank.perceptible else "non-perceptible",
                 self._policy.ordered_by(request),
             )
+
+
+def _share_prefill(
+    progress: Progress, request: Request, report: RoundReported, verified: int, now_s: float
+) -> None:
+    """Note a round that left a part of a context for later because of its time; add an event when the context is
+    complete.
+    """
+    shared = request.shared_prefill
+    if not progress.tokens and report.limit_s > 0:
+        if shared is None:
+            shared = request.shared_prefill = SharedPrefill()
+        shared.add(progress.prefilled, report.limit_s, verified)
+    elif progress.tokens and shared is not None:
+        shared.add(progress.prefilled, 0.0, max(0, verified - 1))
+        request.record_event(now_s, "prefilled", str(shared))
+        request.shared_prefill = None
 
 
 def _is_duplicate(progress: Progress, request: Request) -> bool:

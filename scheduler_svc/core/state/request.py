@@ -13,6 +13,7 @@ from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.native import mypyc_attr
 from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey
+from scheduler_svc.core.state.shared_prefill import SharedPrefill
 from scheduler_svc.core.state.tenants import Account
 
 STABLE_ROUNDS: Final = 8
@@ -87,6 +88,8 @@ class Request:
     the best worker has."""
     missing_tokens: int = 0
     """Context tokens that its worker has yet to compute, as far as known; 0 in the queue."""
+    shared_prefill: SharedPrefill | None = None
+    """The rounds so far in which its context is computed, if their time is limited; None: it is not."""
     guesses: Guesses = field(default_factory=Guesses)
     seen_rounds: int = 0
     """Rounds that this core has seen, with their tokens and squared tokens: the priors learn from them at its

@@ -109,6 +109,7 @@ class Shard:
         self._dequeue(request)
         request.lease_epoch += 1
         request.entry = None
+        request.shared_prefill = None
         self._enlist(request, worker)
         self.look_up(request)
 

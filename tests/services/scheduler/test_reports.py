@@ -31,12 +31,12 @@ COUNTS = st.lists(COUNT, max_size=100)
 TIME = st.floats(allow_nan=True, allow_infinity=True)
 
 
-@given(tested=COUNTS, accepted=COUNTS, drafted=COUNT, prefilled=COUNT, times=st.tuples(*[TIME] * 6))
+@given(tested=COUNTS, accepted=COUNTS, drafted=COUNT, prefilled=COUNT, times=st.tuples(*[TIME] * 7))
 @settings(max_examples=200, deadline=None)
 def test_every_number_of_a_report_is_bounded(
     tested: list[int], accepted: list[int], drafted: int, prefilled: int, times: tuple[float, ...]
 ) -> None:
-    names = ("draft_s", "verify_s", "prefill_s", "swap_s", "idle_s", "total_s")
+    names = ("draft_s", "verify_s", "prefill_s", "swap_s", "idle_s", "total_s", "limit_s")
     progress = worker_pb.RequestProgress(
         request_id="r",
         drafted=drafted,
@@ -245,3 +245,10 @@ def test_any_round_is_the_same_event_with_and_without_columns(
     for _, step in rows:
         assert logprobs.get(step.request_id, 0) == len(step.logprobs)
         assert cached.get(step.request_id, 0) == step.cached
+
+
+def test_the_time_limit_of_a_round_arrives_with_what_it_left_undone() -> None:
+    row = (1, RequestRound("r", 0, (), 0, 0, prefilled=64))
+    result = RoundResult((row[1],), total_s=0.15, limit_s=0.2)
+    event = round_reported("w", round_report(Round(1, result, [row], [], 0.0, 0.0, 0.0, 0, 0, 0)))
+    assert (event.limit_s, event.total_s, event.prefilled) == (0.2, 0.15, 64)
