@@ -33,7 +33,10 @@ class Machine:
     prefill_token_s: float = 0.09e-3
     prefill_chunk: int | None = None
     """Largest number of context tokens that a round computes, all requests together; an unfinished request
-    generates no token in it. None: a context is computed as a whole in one round."""
+    generates no token in it. None: as many as there are."""
+    max_round_s: float | None = None
+    """Longest time of a round that computes context, or a few times the round without if that is longer, as for a worker
+    (`laps_sd.contract.round_time`). None: any time."""
     swap_token_s: float = 0.02e-3
     """Time per token, one way, between device and host."""
     host_memory: bool = True
@@ -49,6 +52,8 @@ class Machine:
     def __post_init__(self) -> None:
         if self.slots < 1 or self.draft_len < 0 or self.block_size < 1 or self.prefill_chunk == 0:
             raise ValueError("slots, block_size and prefill_chunk must be at least 1, draft_len at least 0")
+        if self.max_round_s is not None and self.max_round_s < 0:
+            raise ValueError(f"max_round_s must be 0 or more, not {self.max_round_s}")
 
     def slower(self, times: float) -> Machine:
         """Return the same machine with each of its times `times` as long; messages take as long as before."""

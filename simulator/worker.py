@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, WorkerState, choose
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
+from laps_sd.contract.round_time import prefill_time_s
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.core.events import CacheChanged, Held, ResidencyChange, RoundReported, WorkerFacts
 from simulator.held import HeldRequest
@@ -132,7 +133,7 @@ class VirtualWorker:
         machine = self.machine
         progress = []
         context = prefilled = decoding = verified = 0
-        budget = machine.prefill_chunk or 1 << 62
+        budget, limit_s = self._prefill_budget(choice.run)
         for request_id in choice.run:
             held = self.held[request_id]
             tokens = held.job.prompt_tokens + held.emitted
@@ -177,10 +178,31 @@ class VirtualWorker:
             swap_s=swap_s,
             idle_s=0.0,
             total_s=total_s,
+            limit_s=limit_s if any(self.held[request_id].missing for request_id in choice.run) else 0.0,
             free_target_blocks=self.free_blocks,
             free_draft_blocks=self.free_blocks if self.facts.draft_blocks else 0,
         )
         return Round(report, prefilled, swapped, self._cache_changes())
+
+    def _prefill_budget(self, run: Sequence[str]) -> tuple[int, float]:
+        """Return the context tokens that the next round may compute, and the limit of its time that bounds them, or 0."""
+        machine = self.machine
+        budget = machine.prefill_chunk or 1 << 62
+        if machine.max_round_s is None:
+            return budget, 0.0
+        decoding = context = verified = 0
+        for request_id in run:
+            held = self.held[request_id]
+            if held.residency is not Residency.NONE and not held.missing:
+                decoding += 1
+                context += held.job.prompt_tokens + held.emitted
+                verified += held.job.drafted(held.rounds, machine.draft_len) + 1
+        if decoding == len(run) or not machine.prefill_token_s:
+            return budget, 0.0
+        plain_s = machine.decode_s(decoding, context, verified)
+        seconds = prefill_time_s(machine.max_round_s, plain_s, decoding)
+        fitting = max(1, int(seconds / machine.prefill_token_s))
+        return (fitting, plain_s + seconds) if fitting < budget else (budget, 0.0)
 
     def _choose(self) -> Choice:
         facts, ran = self.facts, self.ran

@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from laps_sd.contract.round_time import PLAIN_ROUNDS
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
@@ -200,6 +201,32 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_go_on():
     assert outcome.prefilled_tokens == 4010
     assert outcome.fates[0].latency_s < machine.alone_s(short) + 8 * chunk_s
     assert 7 * machine.round_s < outcome.fates[1].first_token_s - 0.1 < 9 * chunk_s
+
+
+def test_a_long_prompt_keeps_the_time_of_rounds_that_others_decode_in():
+    """The same rule as a worker's: its first token comes later, and no round of the other takes longer."""
+    short, long = Job("short", 0.0, 10, bytes([2] * 400), 800), Job("long", 0.1, 20_000, bytes([2] * 5), 80)
+    machine = Machine(slots=2, max_round_s=0.0)
+    plain_s = machine.decode_s(1, 10 + 800)
+
+    outcome = run("fcfs", [short, long], machine)
+    whole = run("fcfs", [short, long], Machine(slots=2))
+
+    rounds = 20_000 * machine.prefill_token_s / ((PLAIN_ROUNDS - 1) * plain_s)
+    assert outcome.prefilled_tokens == whole.prefilled_tokens == 20_010
+    assert outcome.fates[1].first_token_s - 0.1 == pytest.approx(rounds * PLAIN_ROUNDS * plain_s, rel=0.1)
+    assert outcome.fates[1].first_token_s > whole.fates[1].first_token_s
+
+
+def test_where_prompts_are_short_the_time_of_rounds_changes_nothing():
+    machine = Machine(slots=4)
+    jobs = [Job(f"j{n}", 0.2 * n, 20 + 37 * n % 200, bytes([2] * (5 + 7 * n % 40)), 100) for n in range(60)]
+
+    bounded = run("laps-sd", jobs, Machine(slots=4, max_round_s=0.05))
+
+    assert [fate.latency_s for fate in bounded.fates] == [
+        fate.latency_s for fate in run("laps-sd", jobs, machine).fates
+    ]
 
 
 def test_a_round_costs_what_was_drafted_in_it():
