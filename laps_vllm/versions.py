@@ -62,6 +62,7 @@ _SCHEDULER_ATTRIBUTES = (
     "block_size",
     "max_model_len",
     "max_num_running_reqs",
+    "max_num_scheduled_tokens",
     "max_num_active_reqs",
     "num_lookahead_tokens",
     "num_spec_tokens",

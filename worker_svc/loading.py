@@ -152,6 +152,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
                 residents=residents,
                 max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
                 prefill_chunk=settings.prefill_chunk,
+                max_round_s=settings.max_round_s,
                 dtype=stored_dtype(target) if settings.dtype == "auto" else settings.dtype,
                 blocks=settings.kv_blocks,
                 memory_bytes=settings.kv_memory_bytes,

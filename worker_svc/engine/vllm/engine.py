@@ -53,6 +53,7 @@ from worker_svc.engine.vllm.known import Known
 from worker_svc.engine.vllm.outcome import Step, report
 from worker_svc.engine.vllm.parameters import Chooser, Rules
 from worker_svc.engine.vllm.scheduler import OverlappedRoundScheduler, Planned, Rounds
+from worker_svc.engine.vllm.step_time import StepTime
 
 __all__ = ["VllmEngine"]
 
@@ -67,7 +68,8 @@ class VllmEngine:
     `share_prefixes`: KV of the same beginning is shared between requests of equal salt; a request always finds
     its own again. `decode` makes stop strings work, `decode_all` those of requests whose special tokens have
     text; `formats`: vLLM has a tokenizer for output formats. `probe` predicts
-    output lengths by hidden states after the last layer; only where `coupling` replaces the sampler.
+    output lengths by hidden states after the last layer; only where `coupling` replaces the sampler. `max_round_s` bounds
+    the time of rounds that compute context (`StepTime`).
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class VllmEngine:
         decode_all: Decode | None = None,
         formats: bool = True,
         share_prefixes: bool = True,
+        max_round_s: float | None = None,
         probe: LengthProbe | None = None,
         models: str = "",
     ) -> None:
@@ -125,6 +128,9 @@ class VllmEngine:
         self.facts = facts(models, words, self.capacity)
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.computed_by = ComputedBy("vllm", dtype, 0)
+        if max_round_s is not None:
+            growth = 1 + self.capacity.max_draft_len
+            scheduler.times = StepTime(max_round_s, rows=slots * growth, max_length=self.capacity.max_length)
         self._cached = follow_cache(scheduler) if share_prefixes else None
         if rules.chooser is Chooser.REPLACED:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
@@ -306,16 +312,26 @@ class VllmEngine:
             wait_for_a_grammar(over.run, GRAMMAR_WAIT_S)
         now_s = time.perf_counter()
         total_s, self._busy_since_s = now_s - self._busy_since_s, now_s
-        rows = sum(row.computed for row in over.rows.values()) or 1
-        prefill_s = total_s * sum(one.prefilled for one in reports) / rows
+        prefill_s = total_s * self._prefill_share(over, total_s)
         return RoundResult(
             tuple(reports),
             verify_s=total_s - prefill_s,
             prefill_s=prefill_s,
             total_s=total_s,
+            limit_s=over.limit_s,
             # After the reports: those that end a request free its blocks.
             free_target_blocks=self._scheduler.free_blocks(),
         )
+
+    def _prefill_share(self, over: Planned, total_s: float) -> float:
+        """Return the share of a round that its context took, and learn from the time of the round."""
+        times = self._scheduler.times
+        computed = sum(row.computed for row in over.rows.values())
+        chunks = [over.chunks[name] for name in over.rows if name in over.chunks]
+        if times is None:
+            return sum(chunk.tokens for chunk in chunks) / (computed or 1)
+        times.observe(over.plain, chunks, total_s)
+        return times.prefill_share(over.plain, chunks)
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""

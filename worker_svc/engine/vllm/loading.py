@@ -64,6 +64,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         decode_all=None if tokenizer is None else tokenizer.decode_all,
         formats=tokenizer is not None,
         share_prefixes=options.share_prefixes,
+        max_round_s=options.max_round_s,
         probe=_probe(core.vllm_config, chooser) if options.length_probe else None,
         models=_models(core.vllm_config, options.model),
     )

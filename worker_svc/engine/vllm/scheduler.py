@@ -12,6 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from laps_vllm.pausing import Pausing, Row, schedules_ahead
+from worker_svc.engine.round.prefill_time import Chunk
+from worker_svc.engine.vllm.step_time import NONE, Decoding, StepTime
 
 __all__ = ["OverlappedRoundScheduler", "Planned", "RoundScheduler", "Rounds", "round_scheduler"]
 
@@ -25,6 +27,12 @@ class Planned:
     decoding: frozenset[str] = frozenset()
     # Context tokens that the prefix cache had for requests that began in it.
     found_cached: dict[str, int] = field(default_factory=dict)
+    # Context that it computes, by request.
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+    # The part of it that decodes.
+    plain: Decoding = NONE
+    # Longest time that it was to take, seconds, where because of it some context waits for a later one; otherwise 0.
+    limit_s: float = 0.0
     # The outcome by request; one that vLLM left out is not in it.
     rows: dict[str, Row] = field(default_factory=dict)
 
@@ -32,10 +40,15 @@ class Planned:
 class Rounds(Pausing):
     """Runs what `plan` named, best first. Mixed in before one of vLLM's schedulers."""
 
+    # Of vLLM's scheduler.
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.over: Planned | None = None
         """The round that has ended since `plan`; None if none has."""
+        self.times: StepTime | None = None
+        """Bounds the time of steps; None: their tokens alone are bounded."""
         self._planned = Planned()
         self._begun: deque[Planned] = deque()
         """Rounds that vLLM has scheduled and whose outcome it has not applied, the oldest first."""
@@ -60,15 +73,29 @@ class Rounds(Pausing):
     # Of `Pausing`.
 
     def select(self) -> list[Request]:
-        """Return the planned requests."""
-        return [request for request in self._planned.run if not request.is_finished()]
+        """Return the planned requests: those that decode first, since context takes all of the budget that it finds."""
+        decoding = self._planned.decoding
+        requests = [request for request in self._planned.run if not request.is_finished()]
+        return sorted(requests, key=lambda request: request.request_id not in decoding)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the planned requests, and note what the prefix cache had."""
         planned = self._planned
         fresh = [request for request in planned.run if not request.num_computed_tokens]
-        output = super().schedule(*args, **kwargs)
+        most = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens, limit_s = self._budget(planned, most)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = most
         counts = output.num_scheduled_tokens
+        for request in planned.run:
+            name = request.request_id
+            if name not in planned.decoding and not request.is_finished():
+                if name in counts:
+                    planned.chunks[name] = Chunk(request.num_computed_tokens - counts[name], counts[name])
+                if request.num_computed_tokens < request.num_tokens - 1:
+                    planned.limit_s = limit_s
         for request in fresh:
             if request.request_id in counts:
                 planned.found_cached[request.request_id] = (
@@ -76,6 +103,26 @@ class Rounds(Pausing):
                 )
         self._begun.append(planned)
         return output
+
+    def _budget(self, planned: Planned, most: int) -> tuple[int, float]:
+        """Return the tokens of the next step, of `most` that vLLM allows, and the limit of its time that bounds them, or 0."""
+        decoding: list[Request] = []
+        lacking: list[Request] = []
+        for request in self.select():
+            (decoding if request.request_id in planned.decoding else lacking).append(request)
+        rows = sum(
+            [
+                one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
+                for one in decoding
+            ]
+        )
+        planned.plain = Decoding(len(decoding), rows, sum([one.num_tokens for one in decoding]))
+        if self.times is None or not lacking:
+            return most, 0.0
+        tokens, limit_s = self.times.fitting(
+            planned.plain, lacking[0].num_computed_tokens, max(1, most - rows)
+        )
+        return min(most, rows + tokens), limit_s
 
     def observe(self, rows: list[Row], scheduler_output: Any) -> None:
         """Keep the rows of the step that is over: steps end in the order in which they began."""
