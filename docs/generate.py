@@ -34,6 +34,10 @@ from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "k8s" / "operator"))
+
+import laps_sd_operator.metrics  # noqa: E402 — found by the line above
+
 SERVICES: tuple[tuple[str, str, type[config.Settings], ModuleType], ...] = (
     ("Gateway", "gateway", GatewaySettings, gateway.metrics),
     ("Scheduler", "scheduler", SchedulerSettings, scheduler_svc.metrics),
@@ -154,7 +158,7 @@ def command_line_variables() -> set[str]:
 
 
 def metrics_page() -> str:
-    """Return the page of every metric of the three services."""
+    """Return the page of every metric of the three services and the operator."""
     lines = [
         GENERATED,
         "# Metrics",
@@ -168,6 +172,15 @@ def metrics_page() -> str:
     for title, module in [*modules, ("All services", certificates)]:
         lines += ["", f"## {title}", ""]
         lines += table(("metric", "type", "labels", "meaning"), (metric_row(m) for m in metrics_of(module)))
+    lines += [
+        "",
+        "## Kubernetes operator",
+        "",
+        "At port 9090 of its pod.",
+        "",
+    ]
+    of_operator = (metric_row(m) for m in metrics_of(laps_sd_operator.metrics))
+    lines += table(("metric", "type", "labels", "meaning"), of_operator)
     lines += vllm_names()
     lines += ["", "## Buckets", ""]
     lines += [

@@ -13,10 +13,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
-import subprocess
-import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +22,8 @@ import yaml
 from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from tests.helpers import free_port, wait_until_async
-from tests.k8s.helm import CHART, ROOT
+from tests.helpers import wait_until_async
+from tests.k8s.helm import CHART
 from tests.services.scheduler.peers import WorkerPeer, worker
 
 ANSWER_S = 20.0
@@ -209,70 +205,6 @@ class Kubelet:
         self.workers.pop(name, None)
         if name in self._speakers:
             await self._speakers.pop(name).aclose()
-
-
-class OperatorProcess:
-    """`python -m laps_sd_operator`, as its account."""
-
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path, pod: str = "operator-0") -> None:
-        self._environment = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "k8s" / "operator")]),
-            "KUBECONFIG": str(kubeconfig),
-            "LAPS_SD_OPERATOR_NAMESPACE": namespace,
-            "LAPS_SD_OPERATOR_HEALTH_PORT": str(free_port()),
-            "POD_ID": pod,
-        }
-        self.log = log
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def twin(self) -> OperatorProcess:
-        """Return another pod of the same account; not started."""
-        return OperatorProcess(
-            Path(self._environment["KUBECONFIG"]),
-            self._environment["LAPS_SD_OPERATOR_NAMESPACE"],
-            self.log.with_suffix(".twin.log"),
-            pod="operator-1",
-        )
-
-    @property
-    def pod(self) -> str:
-        """Return its name in the election."""
-        return self._environment["POD_ID"]
-
-    def said(self) -> str:
-        """Return its log."""
-        return self.log.read_text(encoding="utf-8")
-
-    def probe(self) -> int:
-        """Return the status that Kubernetes' liveness probe gets."""
-        port = self._environment["LAPS_SD_OPERATOR_HEALTH_PORT"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
-            return int(answer.status)
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "laps_sd_operator"], env=self._environment, stdout=log, stderr=log
-            )
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """End the process as a lost node does."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> int:
-        """Stop the process as Kubernetes does; return the exit code."""
-        if self._process is None:
-            return 0
-        self._process.terminate()
-        return self._process.wait(30)
 
 
 def kubeconfig_of_test() -> str:

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("kopf", reason="make setup")
+pytest.importorskip("kubernetes_asyncio", reason="make setup")
 
 from kubernetes_asyncio.client.exceptions import ApiException
-from laps_sd_operator import __main__ as operator
 from laps_sd_operator import objects, scheduler
+from laps_sd_operator.api import Api
+from laps_sd_operator.kubernetes import Found, Kubernetes
+from laps_sd_operator.turn import Turns
 
 from laps_sd.service.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as pb
@@ -26,7 +28,6 @@ from tests.helpers import wait_until_async
 from tests.k8s.cluster import (
     Cluster,
     Kubelet,
-    OperatorProcess,
     apply,
     kubeconfig_of_test,
     kubeconfig_with,
@@ -35,6 +36,7 @@ from tests.k8s.cluster import (
 )
 from tests.k8s.conftest import MATRIX
 from tests.k8s.helm import CHART, find, helm3_program
+from tests.k8s.operator_process import OperatorProcess
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler
 
 NAME = "demo-laps-sd-demo-worker"
@@ -214,7 +216,7 @@ async def test_a_pool_becomes_a_deployment_and_status_says_how_it_does(
     assert [row[name] for name in ("Wanted", "Ready", "Draining", "Queued")] == [2, 2, 0, 0]
     assert (row["Policy"], row["Problem"]) == ("fcfs", None)
     assert "finalizers" not in (await cluster.pool(NAME))["metadata"], "it can be deleted without an operator"
-    assert await asyncio.to_thread(deployed.probe) == 200
+    assert await asyncio.to_thread(deployed.is_healthy)
 
 
 async def printed(cluster: Cluster) -> dict[str, Any]:
@@ -421,10 +423,7 @@ async def test_an_operator_that_is_stopped_hands_over_at_once(
 
 
 async def works(process: OperatorProcess) -> bool:
-    try:
-        return await asyncio.to_thread(process.probe) == 200
-    except OSError:
-        return False
+    return await asyncio.to_thread(process.is_healthy)
 
 
 async def test_a_changed_pool_changes_its_pods_and_not_their_number(
@@ -510,6 +509,59 @@ async def problem(cluster: Cluster, part: str) -> bool:
     return part in (await cluster.status(NAME)).get("problem", "")
 
 
+async def test_a_field_that_kubernetes_does_not_know_is_told_in_status(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess
+) -> None:
+    odd = copy.deepcopy(pool)
+    odd["spec"]["template"]["spec"]["nodeSelectr"] = {"gpu": "h100"}
+    await cluster.create_pool(odd)
+
+    await wait_until_async(lambda: problem(cluster, "nodeSelectr"), description="status names the field")
+    assert await cluster.deployment(NAME) is None
+
+
+async def test_others_can_wait_for_the_condition_and_events_say_what_happened(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, scheduler="127.0.0.1:1", replicas=1))
+    await wait_until_async(lambda: condition(cluster, "False"), description="it is not ready", timeout_s=60)
+
+    await cluster.patch_pool(NAME, {"spec": {"scheduler": pool["spec"]["scheduler"]}})
+    await wait_until_async(lambda: condition(cluster, "True"), description="it is ready", timeout_s=60)
+
+    found = (await cluster.core.list_namespaced_event(cluster.namespace)).items
+    own = {(one.type, one.reason) for one in found if one.involved_object.kind == "SpeculativePool"}
+    assert {("Normal", "Created"), ("Warning", "SchedulerUnreachable")} <= own
+
+
+async def condition(cluster: Cluster, status: str) -> bool:
+    return any(one["status"] == status for one in (await cluster.status(NAME)).get("conditions", ()))
+
+
+async def test_a_deployment_that_somebody_edits_is_mended_and_a_restart_stays(
+    cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
+) -> None:
+    await cluster.create_pool(with_spec(pool, replicas=1))
+    await wait_until_async(lambda: condition(cluster, "True"), description="it is ready", timeout_s=60)
+    assert "Mended" not in deployed.said() and "because" not in deployed.said(), "defaults are no change"
+    restarted = {"metadata": {"annotations": {objects.RESTARTED: "2026-01-01T00:00:00Z"}}}
+    edited = {"containers": [{"name": "worker", "image": "other:1"}]}
+    template = {**restarted, "spec": edited}
+    await cluster.apps.patch_namespaced_deployment(NAME, cluster.namespace, {"spec": {"template": template}})
+
+    async def mended() -> bool:
+        made = await cluster.deployment(NAME)
+        assert made is not None
+        found = made["spec"]["template"]
+        (container,) = found["spec"]["containers"]
+        return (
+            container["image"] == pool["spec"]["template"]["spec"]["containers"][0]["image"]
+            and found["metadata"]["annotations"][objects.RESTARTED] == "2026-01-01T00:00:00Z"
+        )
+
+    await wait_until_async(mended, description="the image is the pool's", timeout_s=30)
+
+
 async def test_pods_that_kubernetes_does_not_make_are_told_in_status(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
@@ -566,12 +618,15 @@ class Died(Exception):
     """Death of the operator in the middle of a turn."""
 
 
-class Mortal(operator.Kubernetes):
-    """A Kubernetes client that dies before its n-th write."""
+class Mortal(Kubernetes):
+    """A Kubernetes client that dies before its n-th write. It reads the present state in place of watches."""
 
     def __init__(self, cluster: Cluster, writes: int) -> None:
-        super().__init__(cluster.api, cluster.namespace, NAME)
+        super().__init__(Api(cluster.api), cluster.namespace, NAME, lambda: Found(None))
         self.left = writes
+
+    async def watched(self) -> Found:
+        return await self.read()
 
     def write(self) -> None:
         if not self.left:
@@ -582,9 +637,12 @@ class Mortal(operator.Kubernetes):
         self.write()
         await super().create(deployment)
 
-    async def patch_deployment(self, operations: list[dict[str, Any]]) -> None:
-        self.write()
-        await super().patch_deployment(operations)
+    async def patch_deployment(
+        self, operations: list[dict[str, Any]], *, dry_run: bool = False
+    ) -> dict[str, Any]:
+        if not dry_run:
+            self.write()
+        return await super().patch_deployment(operations, dry_run=dry_run)
 
     async def patch_pod(self, name: str, patch: dict[str, Any]) -> None:
         self.write()
@@ -594,9 +652,9 @@ class Mortal(operator.Kubernetes):
         self.write()
         await super().patch_pool(patch)
 
-    async def tell(self, status: dict[str, Any]) -> None:
+    async def patch_status(self, status: dict[str, Any]) -> None:
         self.write()
-        await super().tell(status)
+        await super().patch_status(status)
 
 
 async def test_it_may_die_before_any_write_and_the_end_is_the_same(
@@ -624,7 +682,7 @@ async def test_it_may_die_before_any_write_and_the_end_is_the_same(
         mortal = Mortal(cluster, writes)
         for _ in range(400):
             try:
-                assert await operator.turn(mortal, None, get_logger("test"))
+                assert await Turns(mortal, None, get_logger("test")).turn()
             except Died:
                 deaths += 1
                 writes = (writes + 1) % 4

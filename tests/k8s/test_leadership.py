@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("kopf", reason="make setup")
+pytest.importorskip("kubernetes_asyncio", reason="make setup")
 
 from aiohttp import web
 from kubernetes_asyncio import client

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError
 from laps_sd.stack.local import LocalStack
 from tests.helpers import free_port, wait_until
+from tests.k8s.api_server import NAMESPACE, ApiServer
 from tests.k8s.helm import CHART, ROOT, TOOLS
+from tests.k8s.operator_process import OperatorProcess, kubeconfig_of
 
 RULES = CHART / "rules" / "laps-sd.yaml"
 DASHBOARD = CHART / "dashboards" / "laps-sd.json"
@@ -75,27 +77,64 @@ class Running:
     """A system that has done some work, and its exported metrics."""
 
     stack: LocalStack
+    operator: OperatorProcess
     served: dict[str, tuple[str, set[str]]]
     """Type and labels of each sample's name."""
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with LocalStack(engine="fake", environment={"LAPS_SD_FAKE_TIME_SCALE": "0.1"}) as stack:
-        work(stack)
+def running(kubernetes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with (
+        LocalStack(engine="fake", environment={"LAPS_SD_FAKE_TIME_SCALE": "0.1"}) as stack,
+        ApiServer().serve_beside() as server,
+    ):
+        folder = tmp_path_factory.mktemp("operator")
+        server.add("speculativepools", pool_of(stack))
+        kubeconfig = kubeconfig_of(server.url, folder / "kubeconfig")
+        operator = OperatorProcess(kubeconfig, NAMESPACE, folder / "log")
+        operator.start()
+        try:
+            work(stack)
 
-        def served() -> dict[str, tuple[str, set[str]]]:
-            found = scrape(stack)  # the queue is looked at every second
-            return found if "laps_sd_scheduler_queue_depth" in found else {}
+            def served() -> dict[str, tuple[str, set[str]]]:
+                if not operator.is_healthy():
+                    return {}
+                found = scrape(targets(stack, operator).values())  # the queue is looked at every second
+                return (
+                    found
+                    if {"laps_sd_scheduler_queue_depth", "laps_sd_operator_workers"} <= set(found)
+                    else {}
+                )
 
-        yield Running(stack, wait_until(served, description="the scheduler has looked at its queue"))
+            yield Running(
+                stack, operator, wait_until(served, description="all have looked around", timeout_s=60)
+            )
+        finally:
+            operator.stop()
 
 
-def scrape(stack: LocalStack) -> dict[str, tuple[str, set[str]]]:
+def pool_of(stack: LocalStack) -> dict[str, Any]:
+    """Return a pool whose schedulers are those of the stack."""
+    return {
+        "metadata": {"name": "demo-worker"},
+        "spec": {
+            "scheduler": stack.scheduler_address,
+            "template": {"spec": {"containers": [{"name": "worker", "image": "w"}]}},
+        },
+    }
+
+
+def targets(stack: LocalStack, operator: OperatorProcess) -> dict[str, str]:
+    """Return the address of the metrics of each component."""
+    services = {name: stack.metrics_url(name) for name in ("gateway", "scheduler", "worker")}
+    return services | {"operator": operator.metrics_url}
+
+
+def scrape(urls: Iterable[str]) -> dict[str, tuple[str, set[str]]]:
     """Type and labels of each sample's name."""
     found: dict[str, tuple[str, set[str]]] = dict(WITH_CERTIFICATES)
-    for component in ("gateway", "scheduler", "worker"):
-        with urllib.request.urlopen(stack.metrics_url(component), timeout=10) as reply:
+    for url in urls:
+        with urllib.request.urlopen(url, timeout=10) as reply:
             for family in text_string_to_metric_families(reply.read().decode()):
                 for sample in family.samples:
                     found.setdefault(sample.name, (family.type, set()))[1].update(sample.labels)
@@ -176,8 +215,10 @@ def test_every_alert_is_explained_and_tested() -> None:
 def test_every_alert_says_what_is_wrong_where_and_how_bad_it_is() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert "$labels.laps_sd_dev_pool" in rule["annotations"]["summary"]
-        assert "laps_sd_dev_pool" in rule["expr"]
+        of_operator = rule["alert"].startswith("LapsSdOperator")
+        where = "NAMESPACE" if of_operator else "pool" if "_operator_" in rule["expr"] else "laps_sd_dev_pool"
+        assert where in rule["expr"]
+        assert of_operator or f"$labels.{where}" in rule["annotations"]["summary"]
 
 
 # -- Prometheus itself -------------------------------------------------------------------------------------------------
@@ -208,9 +249,9 @@ def prometheus(running: Running, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("prometheus")
     rules_file = folder / "rules.yaml"
     rules_file.write_text(RULES.read_text(encoding="utf-8").replace("NAMESPACE", "models"))
-    targets = [
+    scraped = [
         {
-            "targets": [urllib.parse.urlsplit(running.stack.metrics_url(component)).netloc],
+            "targets": [urllib.parse.urlsplit(url).netloc],
             "labels": {
                 "namespace": "models",
                 "laps_sd_dev_pool": "demo",
@@ -218,12 +259,12 @@ def prometheus(running: Running, tmp_path_factory: pytest.TempPathFactory) -> It
                 "pod": component,
             },
         }
-        for component in ("gateway", "scheduler", "worker")
+        for component, url in targets(running.stack, running.operator).items()
     ]
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(rules_file)],
-        "scrape_configs": [{"job_name": "laps-sd", "static_configs": targets}],
+        "scrape_configs": [{"job_name": "laps-sd", "static_configs": scraped}],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"

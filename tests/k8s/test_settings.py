@@ -150,8 +150,8 @@ def test_large_numbers_are_written_out(helm: Any) -> None:
 
 
 def test_what_is_generated_is_up_to_date(generate: Any) -> None:
-    if importlib.util.find_spec("kopf") is None:
-        missing("kopf")
+    if importlib.util.find_spec("kubernetes_asyncio") is None:
+        missing("kubernetes_asyncio")
     stale = [path.name for path, text in generate.files() if path.read_text(encoding="utf-8") != text]
 
     assert stale == [], "run make docs"

@@ -1,310 +1,121 @@
-"""One turn of the operator: its reads, actions and reports. Kubernetes is a memory here; test_cluster.py has
-a real one.
+"""One turn of the operator, over real HTTP: its reads, actions and reports. The scheduler is unreachable or scripted
+here; test_operating.py has a real one, and test_cluster.py a real API server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-pytest.importorskip("kopf", reason="make setup")
+pytest.importorskip("kubernetes_asyncio", reason="make setup")
 
+from kubernetes_asyncio import client
 from kubernetes_asyncio.client.exceptions import ApiException
-from laps_sd_operator import __main__ as operator
 from laps_sd_operator import objects, scheduler
-from laps_sd_operator.leadership import Leadership
+from laps_sd_operator import turn as turns_module
+from laps_sd_operator.api import Api
+from laps_sd_operator.events import LEAST_S, REPEAT_S, Events
+from laps_sd_operator.kubernetes import Found, Kubernetes
+from laps_sd_operator.problems import Problem, Reason
 from laps_sd_operator.reconcile import Worker
-from structlog.testing import capture_logs
+from laps_sd_operator.turn import Ended, Turns, failure_of
 
 from laps_sd.service.log import get_logger
-from tests.helpers import wait_until_async
+from tests.k8s.api_server import NAMESPACE, ApiServer, Refusal
 
 POOL: dict[str, Any] = {
-    "metadata": {"name": "p", "namespace": "models", "uid": "u-1", "generation": 2},
+    "apiVersion": "laps-sd.dev/v1alpha1",
+    "kind": "SpeculativePool",
+    "metadata": {"name": "p"},
     "spec": {
         "replicas": 2,
         "scheduler": "127.0.0.1:1",
-        "template": {"spec": {"containers": [{"name": "worker", "image": "w"}]}},
+        "template": {
+            "spec": {
+                "containers": [
+                    {
+                        "name": "worker",
+                        "image": "w",
+                        "resources": {"limits": {"cpu": "1000m", "memory": "1Gi"}},
+                    }
+                ]
+            }
+        },
     },
 }
 NOBODY = "no scheduler answers: 127.0.0.1:1"
 
 
-class Memory(operator.Kubernetes):
-    """A Kubernetes that keeps the written objects. `refuses`: the answer to every write of the Deployment."""
-
-    def __init__(
-        self,
-        pool: dict[str, Any] | None,
-        deployment: dict[str, Any] | None = None,
-        refuses: ApiException | None = None,
-        pods: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        self._pool, self._deployment, self._refuses, self._pods = pool, deployment, refuses, list(pods)
-        self.written: list[Any] = []
-        self.told: list[dict[str, Any]] = []
-
-    async def pool(self) -> dict[str, Any] | None:
-        return copy.deepcopy(self._pool)
-
-    async def deployment(self) -> dict[str, Any] | None:
-        return copy.deepcopy(self._deployment)
-
-    async def pods(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(self._pods)
-
-    async def patch_pod(self, name: str, patch: dict[str, Any]) -> None:
-        (found,) = (pod for pod in self._pods if pod["metadata"]["name"] == name)
-        found["metadata"].setdefault("annotations", {}).update(patch["metadata"]["annotations"])
-
-    async def create(self, deployment: dict[str, Any]) -> None:
-        await self.patch_deployment([deployment])
-
-    async def patch_deployment(self, operations: list[dict[str, Any]]) -> None:
-        if self._refuses is not None:
-            raise self._refuses
-        self.written.append(operations)
-
-    async def tell(self, status: dict[str, Any]) -> None:
-        self.told.append(status)
+@pytest.fixture(autouse=True)
+def _schemas(kubernetes: None) -> None:
+    """The API server refuses unknown fields by the schemas of Kubernetes."""
 
 
-async def turn(memory: Memory) -> bool:
-    return await operator.turn(memory, None, get_logger("test"))
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer().serve() as found:
+        yield found
 
 
-def refusal(status: int, **body: Any) -> ApiException:
-    error = ApiException(status=status, reason="because")
-    error.body = json.dumps(body)
-    return error
+class Bench:
+    """A pool, and turns of it whose watches show the present state unless the test sets `watched`."""
 
+    def __init__(self, server: ApiServer, api: Api) -> None:
+        self.server = server
+        self.watched: Callable[[], Found] = self._state
+        self.acts = True
+        self.kubernetes = Kubernetes(api, NAMESPACE, "p", lambda: self.watched())
+        self.turns = Turns(self.kubernetes, None, get_logger("test"), lambda: self.acts)
 
-async def test_a_new_pool_gets_a_deployment_even_while_no_scheduler_answers() -> None:
-    memory = Memory(POOL)
+    def _state(self) -> Found:
+        def get(resource: str) -> dict[str, Any] | None:
+            found = [one for one in self.server.all(resource) if one["metadata"]["name"] == "p"]
+            return found[0] if found else None
 
-    assert await turn(memory)
+        return Found(get("speculativepools"), get("deployments"), tuple(self.server.all("pods")))
 
-    ((made,),) = memory.written
-    assert made["spec"]["replicas"] == 2
-    (status,) = memory.told
-    assert status["observedGeneration"] == 2
-    assert status["problem"].startswith(NOBODY)
+    def freeze(self) -> None:
+        """Show the present state from now on, as a watch that lags."""
+        found = self._state()
+        self.watched = lambda: copy.deepcopy(found)
 
+    async def turn(self) -> Ended | None:
+        return await self.turns.turn()
 
-async def test_what_is_told_already_is_not_told_again() -> None:
-    first = Memory(POOL)
-    await turn(first)
-    told = {name: value for name, value in first.told[0].items() if value is not None}
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.server.get("speculativepools", "p").get("status", {})
+        return found
 
-    again = Memory({**POOL, "status": told}, objects.deployment_of(POOL, 2))
-    await turn(again)
+    @property
+    def condition(self) -> dict[str, Any]:
+        (found,) = self.status["conditions"]
+        assert isinstance(found, dict)
+        return found
 
-    assert (again.written, again.told) == ([], [])
+    @property
+    def deployment(self) -> dict[str, Any]:
+        return self.server.get("deployments", "p")
 
+    def events(self, kind: str) -> list[tuple[str, str]]:
+        return [(one["reason"], one["message"]) for one in self.server.all("events") if one["type"] == kind]
 
-async def test_a_pool_that_is_gone_ends_its_turns_and_one_that_is_going_gets_nothing() -> None:
-    going = Memory({**POOL, "metadata": {**POOL["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
-
-    assert not await turn(Memory(None))
-    assert await turn(going), "it may have something to finish: what it owns goes first"
-    assert (going.written, going.told) == ([], [])
-
-
-async def test_a_deployment_of_somebody_else_is_left_alone_and_told() -> None:
-    other = objects.deployment_of({**POOL, "metadata": {**POOL["metadata"], "uid": "u-0"}}, 9)
-    memory = Memory(POOL, other)
-
-    await turn(memory)
-
-    assert memory.written == []
-    assert memory.told[0]["problem"] == "there is a Deployment p that is not this pool's"
-
-
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        (
-            refusal(
-                422, message="spec.template.spec.containers[0].image: Required", details={"causes": [{}]}
-            ),
-            "spec.template.spec.containers[0].image: Required",
-        ),
-        (refusal(403, message="exceeded quota"), "exceeded quota"),
-        (ApiException(status=500, reason="because"), "Kubernetes answers 500: because"),
-        (refusal(422, message="the server rejected our request", details={}), NOBODY),
-        (refusal(409, message="already exists"), NOBODY),
-        (refusal(404, message="not found"), NOBODY),
-    ],
-    ids=["invalid", "forbidden", "failed", "test of a JSON patch", "conflict", "gone"],
-)
-async def test_what_kubernetes_refuses_is_told_unless_somebody_was_only_faster(
-    answer: ApiException, told: str
-) -> None:
-    memory = Memory(POOL, refuses=answer)
-
-    assert await turn(memory)
-
-    assert memory.told[0]["problem"].startswith(told)
-
-
-async def test_pods_that_kubernetes_does_not_make_are_told() -> None:
-    made = objects.deployment_of(POOL, 2)
-    made["status"] = {
-        "conditions": [
-            {"type": "Progressing", "status": "True", "message": "created new replica set"},
-            {"type": "ReplicaFailure", "status": "True", "message": "pods is forbidden: exceeded quota"},
+    def writes(self) -> list[str]:
+        return [
+            resource
+            for resource, verb in self.server.calls
+            if verb in ("create", "patch") and resource != "events"
         ]
-    }
-    memory = Memory(POOL, made)
-
-    await turn(memory)
-
-    assert memory.told[0]["problem"] == "pods is forbidden: exceeded quota", "more than that nobody answers"
 
 
-class Elections(Leadership):
-    """Elections that are won and lost as the test sets."""
-
-    def __init__(self) -> None:
-        self.won = asyncio.Event()
-        self.released = False
-        self._end = asyncio.Event()
-        self._lost = asyncio.Event()
-
-    def held(self) -> bool:
-        return self.won.is_set()
-
-    async def run(self, lead: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while True:
-            await self.won.wait()
-            async with asyncio.TaskGroup() as tasks:
-                leading = tasks.create_task(lead())
-                await self._end.wait()
-                self._end.clear()
-                leading.cancel()
-            self._lost.set()
-
-    async def lose(self) -> None:
-        self.won.clear()
-        self._end.set()
-        await self._lost.wait()
-        self._lost.clear()
-
-    async def release(self) -> None:
-        self.released = True
-
-
-def elected() -> Elections:
-    found = Elections()
-    found.won.set()
-    return found
-
-
-class Api:
-    """A stub that is needed only to be closed."""
-
-    async def close(self) -> None: ...
-
-
-async def test_only_the_elected_operator_gives_turns_to_the_pools_that_all_know(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    turns: list[str] = []
-
-    class Counted(Memory):
-        def __init__(self, _: Any, namespace: str, name: str) -> None:
-            super().__init__(None)
-            self.name = name
-
-        async def pool(self) -> dict[str, Any] | None:
-            turns.append(self.name)
-            return {**POOL, "metadata": {**POOL["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
-
-    monkeypatch.setattr(operator, "Kubernetes", Counted)
-    monkeypatch.setattr(operator, "TURN_S", 0.0)
-    election = Elections()
-    found = operator.Operator(Api(), None, election)
-    found.look_after("models", "early")
-    await asyncio.sleep(0)
-    assert turns == []
-
-    election.won.set()
-    await wait_until_async(lambda: turns, description="the pool that was known before has turns")
-    found.look_after("models", "late")
-    await wait_until_async(lambda: "late" in turns, description="and one that comes later")
-
-    await election.lose()
-    turns.clear()
-    found.look_after("models", "meanwhile")
-    await asyncio.sleep(0)
-    assert turns == [], "lost: nobody has a turn"
-
-    election.won.set()
-    await wait_until_async(lambda: set(turns) == {"early", "late", "meanwhile"}, description="all go on")
-    await found.close()
-    turns.clear()
-    await asyncio.sleep(0)
-    assert turns == [] and election.released
-
-
-async def test_a_turn_that_may_not_act_any_more_changes_nothing() -> None:
-    memory = Memory(POOL)
-    await operator.turn(memory, None, get_logger("test"), lambda: False)
-    assert (memory.written, memory.told) == ([], [])
-
-    answers = iter([True, False])  # it may create the Deployment, and not report it
-    await operator.turn(memory, None, get_logger("test"), lambda: next(answers))
-    assert (len(memory.written), memory.told) == (1, [])
-
-
-async def test_an_answer_that_never_comes_ends_a_turn_and_not_the_pools_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = 0
-
-    class Silent(Memory):
-        async def pool(self) -> dict[str, Any] | None:
-            nonlocal asked
-            asked += 1
-            return POOL if asked == 1 else None
-
-        async def pods(self) -> list[dict[str, Any]]:
-            never: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
-            return await never
-
-    monkeypatch.setattr(operator, "Kubernetes", lambda *_: Silent(None))
-    monkeypatch.setattr(operator, "TURN_LIMIT_S", 0.2)
-    monkeypatch.setattr(operator, "TURN_S", 0.0)
-    looks_after = operator.Operator(None, None, elected())
-
-    looks_after.look_after("models", "p")
-
-    await wait_until_async(lambda: asked == 2, description="another turn")
-
-
-async def test_an_outage_of_kubernetes_is_told_once_and_its_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [OSError("refused"), OSError("refused"), OSError("reset"), POOL, None]
-
-    class Away(Memory):
-        async def pool(self) -> dict[str, Any] | None:
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return dict(answer) if answer else None
-
-    monkeypatch.setattr(operator, "Kubernetes", lambda *_: Away(None))
-    monkeypatch.setattr(operator, "TURN_S", 0.0)
-    with capture_logs() as said:
-        operator.Operator(None, None, elected()).look_after("models", "p")
-        await wait_until_async(lambda: not answers, description="all are asked")
-
-    events = [one["event"] for one in said if one["event"].startswith("a turn")]
-    assert events == ["a turn failed; the next one begins anew"] * 2 + ["a turn succeeded again"]
+@pytest.fixture
+async def bench(server: ApiServer) -> AsyncIterator[Bench]:
+    server.add("speculativepools", POOL)
+    async with client.ApiClient(client.Configuration(host=server.url)) as connection:
+        yield Bench(server, Api(connection))
 
 
 class Shard:
@@ -312,66 +123,337 @@ class Shard:
     drains.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str, policy: str = "fcfs") -> None:
+        self.names = names
+        self.policy = policy
         self.draining: list[str] = []
+        self.requests = dict.fromkeys(names, 1)
 
     async def shard(self, address: str, tls: Any) -> objects.Shard:
-        left = [name for name in ("a", "b") if name not in self.draining]
-        workers = tuple(Worker(name=name, draining=name not in left, requests=1) for name in ("a", "b"))
+        left = [name for name in self.names if name not in self.draining]
         return objects.Shard(
-            workers=workers,
+            workers=tuple(
+                Worker(name=name, draining=name not in left, requests=self.requests[name])
+                for name in self.names
+            ),
             cheapest=next(iter(left), None),
             queued=0,
             backlog_s=0.0,
             acceptance=0.0,
             tokens_per_s=0.0,
-            policy="fcfs",
+            policy=self.policy,
         )
 
     async def drain(self, address: str, tls: Any, worker: str) -> None:
         self.draining.append(worker)
 
 
-async def test_a_policy_that_is_not_the_schedulers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "shard", Shard().shard)
-    memory = Memory({**POOL, "spec": {**POOL["spec"], "policy": "las"}}, objects.deployment_of(POOL, 2))
+@pytest.fixture
+def shard(monkeypatch: pytest.MonkeyPatch) -> Shard:
+    """A scheduler that answers."""
+    found = Shard()
+    monkeypatch.setattr(scheduler, "shard", found.shard)
+    monkeypatch.setattr(scheduler, "drain", found.drain)
+    return found
 
-    await turn(memory)
 
-    assert memory.told[0]["problem"].startswith("the schedulers order by fcfs, not las")
+# -- reports ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_gpus_without_a_rank_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "shard", Shard().shard)
-    spec = POOL["spec"] | {
+async def test_a_new_pool_gets_a_deployment_even_while_no_scheduler_answers(bench: Bench) -> None:
+    assert await bench.turn()
+
+    assert bench.deployment["spec"]["replicas"] == 2
+    assert bench.status["observedGeneration"] == 1
+    assert bench.status["problem"].startswith(NOBODY)
+    assert (bench.condition["status"], bench.condition["reason"]) == ("False", "SchedulerUnreachable")
+    assert bench.events("Normal") == [("Created", "created the Deployment with 2 workers")]
+    (warning,) = bench.events("Warning")
+    assert warning == ("SchedulerUnreachable", bench.status["problem"])
+
+
+async def test_a_pool_without_a_problem_becomes_ready(bench: Bench, shard: Shard) -> None:
+    await bench.turn()
+    await bench.turn()
+
+    assert (bench.condition["status"], bench.condition["reason"]) == ("True", "AsWanted")
+    assert "problem" not in bench.status
+    assert bench.events("Warning") == []
+
+
+async def test_what_is_told_already_is_not_told_again(bench: Bench) -> None:
+    for _ in range(2):
+        await bench.turn()
+    before, events = len(bench.writes()), len(bench.server.all("events"))
+
+    await bench.turn()
+
+    assert (len(bench.writes()), len(bench.server.all("events"))) == (before, events)
+
+
+async def test_figures_that_always_change_are_written_now_and_then(
+    bench: Bench, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns_module, "FIGURES_S", 1e9)
+    for _ in range(3):
+        await bench.turn()
+    before = len(bench.writes())
+    answer = shard.shard
+
+    async def busier(address: str, tls: Any) -> objects.Shard:
+        found = await answer(address, tls)
+        return objects.Shard(**{name: getattr(found, name) for name in found.__slots__} | {"queued": before})
+
+    monkeypatch.setattr(scheduler, "shard", busier)
+    await bench.turn()
+    assert len(bench.writes()) == before
+    monkeypatch.setattr(turns_module, "FIGURES_S", 0.0)
+    await bench.turn()
+    assert bench.status["queued"] == before
+
+
+async def test_a_pool_that_is_gone_ends_its_turns_and_one_that_is_going_gets_nothing(bench: Bench) -> None:
+    bench.server.change("speculativepools", "p", {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    assert await bench.turn(), "it may have something to finish: what it owns goes first"
+    bench.server.delete("speculativepools", "p")
+    assert await bench.turn() is None
+    assert bench.writes() == []
+
+
+async def test_a_pool_that_is_gone_before_its_watch_shows_it_gets_nothing(bench: Bench) -> None:
+    bench.freeze()
+    bench.server.delete("speculativepools", "p")
+
+    assert await bench.turn() is None
+    assert bench.writes() == []
+
+
+async def test_a_deployment_of_somebody_else_is_left_alone_and_told(bench: Bench) -> None:
+    pool = {**POOL, "metadata": {"name": "p", "namespace": NAMESPACE, "uid": "u-0"}}
+    bench.server.add("deployments", objects.deployment_of(pool, 9))
+
+    await bench.turn()
+
+    assert bench.deployment["spec"]["replicas"] == 9
+    assert bench.status["problem"] == "there is a Deployment p that is not this pool's"
+    assert bench.condition["reason"] == "DeploymentNotOwned"
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            Refusal(422, "spec.template.spec.containers[0].image: Required", causes=[{}]),
+            "spec.template.spec.containers[0].image: Required",
+        ),
+        (Refusal(403, "exceeded quota"), "exceeded quota"),
+        (Refusal(500, "etcd is full"), "etcd is full"),
+        (Refusal(422, "the server rejected our request"), NOBODY),
+        (Refusal(409, "already exists"), NOBODY),
+        (Refusal(404, "not found"), NOBODY),
+    ],
+    ids=["invalid", "forbidden", "failed", "test of a JSON patch", "conflict", "gone"],
+)
+async def test_what_kubernetes_refuses_is_told_unless_somebody_was_only_faster(
+    bench: Bench, answer: Refusal, told: str
+) -> None:
+    bench.server.refusals["deployments", "create"] = answer
+
+    assert await bench.turn()
+
+    assert bench.status["problem"].startswith(told)
+
+
+async def test_somebody_who_is_faster_again_and_again_is_told(bench: Bench) -> None:
+    bench.server.refusals["deployments", "create"] = Refusal(409, "already exists")
+    for _ in range(5):
+        await bench.turn()
+
+    assert bench.status["problem"].startswith("5 turns in a row: 409")
+    del bench.server.refusals["deployments", "create"]
+    await bench.turn()
+    assert bench.status["problem"].startswith(NOBODY)
+
+
+async def test_a_field_that_kubernetes_does_not_know_is_told_and_not_dropped(bench: Bench) -> None:
+    bench.server.change(
+        "speculativepools", "p", {"spec": {"template": {"spec": {"nodeSelectr": {"a": "b"}}}}}
+    )
+
+    await bench.turn()
+
+    assert "nodeSelectr" in bench.status["problem"]
+    assert bench.condition["reason"] == "RefusedByKubernetes"
+    assert bench.server.all("deployments") == []
+
+
+async def test_pods_that_kubernetes_does_not_make_are_told(bench: Bench) -> None:
+    await bench.turn()
+    conditions = [
+        {"type": "Progressing", "status": "True", "message": "created new replica set"},
+        {"type": "ReplicaFailure", "status": "True", "message": "pods is forbidden: exceeded quota"},
+    ]
+    found = Found(
+        bench.server.get("speculativepools", "p"), bench.deployment | {"status": {"conditions": conditions}}
+    )
+
+    async def read() -> Found:
+        return found
+
+    bench.watched = lambda: found
+    bench.kubernetes.read = read  # type: ignore[method-assign]
+    await bench.turn()
+
+    assert bench.status["problem"] == "pods is forbidden: exceeded quota", "more than that nobody answers"
+    assert bench.condition["reason"] == "PodsNotCreated"
+
+
+async def test_a_deployment_that_is_paused_is_told(bench: Bench, shard: Shard) -> None:
+    await bench.turn()
+    bench.server.change("deployments", "p", {"spec": {"paused": True}})
+
+    await bench.turn()
+
+    assert bench.condition["reason"] == "DeploymentPaused"
+    assert "kubectl rollout resume deployment/p" in bench.status["problem"]
+
+
+async def test_a_policy_that_is_not_the_schedulers_is_told(bench: Bench, shard: Shard) -> None:
+    bench.server.change("speculativepools", "p", {"spec": {"policy": "las"}})
+
+    await bench.turn()
+
+    assert bench.status["problem"].startswith("the schedulers order by fcfs, not las")
+
+
+async def test_gpus_without_a_rank_are_told(bench: Bench, shard: Shard) -> None:
+    spec = {
         "engine": "vllm",
         "vllmArgs": {"tensor_parallel_size": 2},
         "resources": {"limits": {"nvidia.com/gpu": 4}},
     }
-    pool = {**POOL, "spec": spec}
-    memory = Memory(pool, objects.deployment_of(pool, 2))
+    bench.server.change("speculativepools", "p", {"spec": spec})
 
-    await turn(memory)
+    await bench.turn()
 
-    assert memory.told[0]["problem"].startswith("workers have 4 GPUs, and vLLM makes 2 ranks")
+    assert bench.status["problem"].startswith("workers have 4 GPUs, and vLLM makes 2 ranks")
 
 
-@pytest.mark.parametrize("before", ["pool", "deployment", "pods", "shard", "patch_pod", "drain"])
-async def test_another_operator_may_have_a_turn_at_any_point_and_one_worker_goes(
-    before: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = [
-        {
-            "metadata": {"name": name},
-            "spec": {"nodeName": "n"},
-            "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
-        }
-        for name in ("a", "b")
+async def test_an_error_that_nobody_expected_is_told_too(bench: Bench) -> None:
+    bench.server.refusals["pods", "list"] = Refusal(500, "etcd is full")
+    with pytest.raises(ApiException) as caught:
+        await bench.turn()
+
+    for error, words in (
+        (caught.value, "etcd is full"),
+        (TimeoutError(), "no answer"),
+        (KeyError("x"), "'x'"),
+    ):
+        problem = failure_of(error)
+        await bench.turns.report_failure(problem)
+        assert problem.reason is Reason.TURN_FAILED
+        assert words in bench.status["problem"]
+        assert (bench.condition["status"], bench.condition["reason"]) == ("False", "TurnFailed")
+    assert bench.events("Warning")[0] == ("TurnFailed", "a turn of the operator failed: etcd is full")
+
+
+async def test_a_failure_is_an_event_even_if_its_status_is_refused(bench: Bench) -> None:
+    """As for a pool that is older than the present definition."""
+    bench.server.refusals["speculativepools/status", "patch"] = Refusal(422, "spec is invalid", causes=[{}])
+
+    with pytest.raises(ApiException):
+        await bench.turns.report_failure(failure_of(KeyError("name")))
+
+    assert bench.events("Warning") == [("TurnFailed", "a turn of the operator failed: KeyError: 'name'")]
+
+
+async def test_an_event_that_cannot_be_written_fails_no_turn(bench: Bench) -> None:
+    bench.server.refusals["events", "create"] = Refusal(403, "may not create events")
+
+    await bench.turn()
+
+    assert bench.deployment["spec"]["replicas"] == 2
+    assert bench.status["problem"].startswith(NOBODY)
+
+
+async def test_a_warning_is_repeated_while_it_holds_and_does_not_flood(bench: Bench) -> None:
+    now_s = 0.0
+    events = Events(bench.kubernetes, lambda: now_s)
+    pool = bench.server.get("speculativepools", "p")
+
+    async def warn(after_s: float, message: str | None) -> int:
+        nonlocal now_s
+        now_s += after_s
+        await events.warn(pool, message and Problem(Reason.REFUSED, message))
+        return len(bench.events("Warning"))
+
+    assert await warn(0, "a") == 1
+    assert await warn(1, "a") == 1, "it is known"
+    assert await warn(1, "b") == 1, "other words, too soon"
+    assert await warn(LEAST_S, "b") == 2
+    assert await warn(1, None) == 2
+    assert await warn(1, "b") == 2, "it was over for a moment"
+    assert await warn(LEAST_S, "b") == 3
+    assert await warn(REPEAT_S, "b") == 4, "Kubernetes forgets"
+
+
+# -- actions ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_turn_that_may_not_act_any_more_changes_nothing(bench: Bench) -> None:
+    bench.acts = False
+    await bench.turn()
+    assert bench.writes() == []
+
+    async def once(deployment: dict[str, Any]) -> None:
+        bench.acts = False
+        await create(deployment)
+
+    create, bench.kubernetes.create = bench.kubernetes.create, once  # type: ignore[method-assign]
+    bench.acts = True
+    await bench.turn()
+    assert bench.writes() == ["deployments"], "it may create the Deployment, and not report it"
+
+
+async def test_while_there_is_nothing_to_do_nothing_is_read(bench: Bench, shard: Shard) -> None:
+    for _ in range(2):
+        await bench.turn()
+    bench.server.calls.clear()
+
+    for _ in range(3):
+        await bench.turn()
+
+    assert bench.server.calls == []
+
+
+async def test_a_watch_that_lags_chooses_no_second_worker(bench: Bench, shard: Shard) -> None:
+    await bench.turn()
+    shard.names = tuple(pod["metadata"]["name"] for pod in bench.server.all("pods"))
+    shard.requests = dict.fromkeys(shard.names, 1)
+    bench.server.change("speculativepools", "p", {"spec": {"replicas": 1}})
+    bench.freeze()
+
+    for _ in range(3):
+        await bench.turn()
+
+    assert shard.draining == [shard.names[0]]
+    marked = [
+        pod["metadata"]["name"]
+        for pod in bench.server.all("pods")
+        if objects.CHOSEN in (pod["metadata"].get("annotations") or {})
     ]
-    memory = Memory(
-        {**POOL, "spec": {**POOL["spec"], "replicas": 1}}, objects.deployment_of(POOL, 2), pods=running
-    )
-    asked = Shard()
+    assert marked == [shard.names[0]]
+    assert bench.deployment["spec"]["replicas"] == 2, "it has a request still"
+
+
+@pytest.mark.parametrize("before", ["watched", "read", "shard", "patch_pod", "drain"])
+async def test_another_operator_may_have_a_turn_at_any_point_and_one_worker_goes(
+    before: str, bench: Bench, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.turn()
+    shard.names = tuple(pod["metadata"]["name"] for pod in bench.server.all("pods"))
+    shard.requests = dict.fromkeys(shard.names, 1)
+    bench.server.change("speculativepools", "p", {"spec": {"replicas": 1}})
     overtaken = 0
 
     def interrupted(owner: Any, name: str) -> None:
@@ -381,19 +463,167 @@ async def test_another_operator_may_have_a_turn_at_any_point_and_one_worker_goes
             nonlocal overtaken
             if not overtaken:
                 overtaken += 1
-                await turn(memory)
+                await bench.turn()
             return await call(*arguments)
 
         monkeypatch.setattr(owner, name, other_first)
 
-    monkeypatch.setattr(scheduler, "shard", asked.shard)
-    monkeypatch.setattr(scheduler, "drain", asked.drain)
-    interrupted(memory if hasattr(memory, before) else scheduler, before)
+    interrupted(bench.kubernetes if hasattr(bench.kubernetes, before) else scheduler, before)
 
-    await turn(memory)
+    await bench.turn()
 
     assert overtaken == 1
-    assert set(asked.draining) == {"a"}
-    marked = [pod["metadata"]["name"] for pod in await memory.pods() if "annotations" in pod["metadata"]]
-    assert marked == ["a"]
-    assert memory.written == [], "it has a request still"
+    assert set(shard.draining) == {shard.names[0]}
+    assert bench.deployment["spec"]["replicas"] == 2, "it has a request still"
+
+
+async def test_each_victim_goes_when_it_is_free_and_kubernetes_takes_that_one(
+    bench: Bench, shard: Shard
+) -> None:
+    bench.server.change("speculativepools", "p", {"spec": {"replicas": 4}})
+    await bench.turn()
+    first, second, third, fourth = names = tuple(pod["metadata"]["name"] for pod in bench.server.all("pods"))
+    shard.names, shard.requests = names, dict.fromkeys(names, 1)
+    bench.server.change("speculativepools", "p", {"spec": {"replicas": 1}})
+    for _ in range(3):
+        await bench.turn()
+    assert shard.draining == [first, second, third]
+
+    left = {*names}
+    for free in (second, first, third):
+        shard.requests[free] = 0
+        await bench.turn()
+        left.remove(free)
+        assert {pod["metadata"]["name"] for pod in bench.server.all("pods")} == left
+        shard.names = tuple(name for name in shard.names if name != free)
+    assert left == {fourth}
+    await bench.turn()
+    await bench.turn()
+    assert bench.condition["reason"] == "AsWanted"
+
+
+# -- drift -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def rested(bench: Bench, shard: Shard) -> Bench:
+    """A pool whose Deployment is there, compared with it and the same."""
+    for _ in range(2):
+        await bench.turn()
+    assert bench.condition["reason"] == "AsWanted"
+    return bench
+
+
+def image(bench: Bench) -> str:
+    found = bench.deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert isinstance(found, str)
+    return found
+
+
+def set_image(bench: Bench, name: str) -> None:
+    containers = copy.deepcopy(bench.deployment["spec"]["template"]["spec"]["containers"])
+    containers[0]["image"] = name
+    bench.server.change("deployments", "p", {"spec": {"template": {"spec": {"containers": containers}}}})
+
+
+async def test_what_kubernetes_makes_of_a_template_is_no_change(rested: Bench) -> None:
+    """It adds defaults and rewrites quantities; the Deployment is compared once."""
+    container = rested.deployment["spec"]["template"]["spec"]["containers"][0]
+    assert (container["imagePullPolicy"], container["resources"]["limits"]["cpu"]) == ("IfNotPresent", "1")
+    assert rested.writes().count("deployments") == 2, "the creation and one dry run"
+
+
+async def test_a_template_that_somebody_changed_is_mended_and_told(rested: Bench) -> None:
+    set_image(rested, "other")
+
+    await rested.turn()
+
+    assert image(rested) == "w"
+    assert ("Mended", f"{CHANGED} by someone; the pool's template is back") in rested.events("Normal")
+    await rested.turn()
+    await rested.turn()
+    assert rested.condition["reason"] == "AsWanted"
+
+
+CHANGED = "spec.template.spec.containers[0].image of the Deployment was changed"
+
+
+async def test_a_writer_that_insists_is_told_and_not_fought(rested: Bench) -> None:
+    """Each mend would replace all workers."""
+    set_image(rested, "other")
+    await rested.turn()
+    set_image(rested, "other")
+    for _ in range(3):
+        await rested.turn()
+
+    assert image(rested) == "other"
+    assert rested.status["problem"].startswith(CHANGED)
+    assert rested.condition["reason"] == "DeploymentChanged"
+    set_image(rested, "w")
+    await rested.turn()
+    assert "problem" not in rested.status
+
+
+async def test_a_pool_that_changes_itself_ends_the_difference(rested: Bench) -> None:
+    set_image(rested, "other")
+    await rested.turn()
+    set_image(rested, "other")
+    await rested.turn()
+    rested.server.change("speculativepools", "p", {"spec": {"drainSeconds": 90}})
+
+    await rested.turn()
+    await rested.turn()
+
+    assert image(rested) == "w"
+    assert "problem" not in rested.status
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"spec": {"strategy": {"type": "Recreate", "rollingUpdate": None}}},
+        {"spec": {"template": {"spec": {"nodeSelector": {"a": "b"}}}}},
+        {"spec": {"template": {"metadata": {"labels": {"a": "b"}}}}},
+        {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1}}}},
+    ],
+    ids=["strategy", "an added field", "an added label", "grace"],
+)
+async def test_every_field_of_template_and_strategy_is_the_pools(
+    rested: Bench, patch: dict[str, Any]
+) -> None:
+    before = rested.deployment["spec"]
+    rested.server.change("deployments", "p", patch)
+
+    await rested.turn()
+
+    assert rested.deployment["spec"] == before
+
+
+async def test_a_restart_by_kubectl_is_no_change(rested: Bench) -> None:
+    annotations = {objects.RESTARTED: "2026-01-01T00:00:00Z"}
+    rested.server.change(
+        "deployments", "p", {"spec": {"template": {"metadata": {"annotations": annotations}}}}
+    )
+
+    await rested.turn()
+
+    assert rested.deployment["spec"]["template"]["metadata"]["annotations"] == annotations
+    assert not [reason for reason, _ in rested.events("Normal") if reason == "Mended"]
+
+
+async def test_a_deployment_that_somebody_deleted_is_created_again(rested: Bench) -> None:
+    rested.server.delete("deployments", "p")
+
+    await rested.turn()
+
+    assert rested.deployment["spec"]["replicas"] == 2
+    assert [reason for reason, _ in rested.events("Normal")] == ["Created", "Created"]
+
+
+async def test_a_scale_set_by_hand_becomes_the_pools_and_is_told(rested: Bench) -> None:
+    rested.server.change("deployments", "p", {"spec": {"replicas": 3}})
+
+    await rested.turn()
+
+    assert rested.server.get("speculativepools", "p")["spec"]["replicas"] == 3
+    assert [reason for reason, _ in rested.events("Normal")][-1] == "Adopted"

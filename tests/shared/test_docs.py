@@ -66,7 +66,8 @@ def test_a_stale_page_fails_the_check_and_the_generator_needs_no_torch(tmp_path:
 
 def test_troubleshooting_quotes_what_the_programs_say() -> None:
     """Each part of a quoted sentence between `…` is in the code."""
-    sources = [path for package in PACKAGES for path in (DOCS.parent / package).rglob("*.py")]
+    folders = [ROOT / package for package in (*PACKAGES, "k8s/operator")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     said = re.sub(r'"\s*\n\s*f?"', "", code)  # a sentence over several lines is one
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ TEMPLATE = "laps-sd.dev/template"
 CHOSEN = "laps-sd.dev/chosen-at"
 """Annotation of a pod that is to be removed: Unix seconds of the choice."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-LOWEST_COST = "-1000"
-MAX_PROBLEM = 500
-"""Largest number of characters of the problem in the status."""
+CHOSEN_COST, RELEASED_COST = "-1000", "-2000"
+"""Deletion costs: Kubernetes removes the pod with the lowest one first, of those that are equally ready."""
+RESTARTED = "kubectl.kubernetes.io/restartedAt"
+"""Annotation of a template, by which `kubectl rollout restart` replaces pods. The operator keeps it."""
 END_S = 10
 """Seconds in which a pod may end after its drain."""
 
@@ -121,7 +123,7 @@ def seen_of(
     replicas = last_set = None
     up_to_date = True
     if deployment is not None:
-        annotations = deployment["metadata"].get("annotations", {})
+        annotations = deployment["metadata"].get("annotations") or {}
         replicas = int(deployment["spec"].get("replicas", 1))
         last_set = int(annotations[LAST_SET]) if annotations.get(LAST_SET, "").isdecimal() else None
         up_to_date = annotations.get(TEMPLATE) == digest(pool)
@@ -153,13 +155,22 @@ def pod_of(pod: Object) -> Pod:
         phase = Phase.PENDING
     else:
         phase = Phase.READY if ready else Phase.RUNNING
-    chosen = (metadata.get("annotations") or {}).get(CHOSEN)
+    annotations = metadata.get("annotations") or {}
     return Pod(
         name=metadata["name"],
         phase=phase,
         terminating=metadata.get("deletionTimestamp") is not None,
-        chosen_s=float(chosen) if chosen else None,
+        chosen_s=_seconds(annotations.get(CHOSEN)),
+        released=annotations.get(DELETION_COST) == RELEASED_COST,
     )
+
+
+def _seconds(text: str | None) -> float | None:
+    """Return the Unix seconds of a mark; None for an annotation that the operator did not write."""
+    return float(text) if text and _UNIX_SECONDS.fullmatch(text) else None
+
+
+_UNIX_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 def owns(pool: Object, deployment: Object) -> bool:
@@ -170,88 +181,51 @@ def owns(pool: Object, deployment: Object) -> bool:
     return any(owner.get("uid") == pool["metadata"]["uid"] for owner in owners)
 
 
-def failure_of(deployment: Object | None) -> str:
-    """Return why Kubernetes creates no pods for an accepted Deployment (a missing account, a quota, the
-    namespace's admission rules); empty if it creates them.
-    """
-    conditions = ((deployment or {}).get("status") or {}).get("conditions") or ()
-    said = (
-        one.get("message", "")
-        for one in conditions
-        if one["type"] == "ReplicaFailure" and one["status"] == "True"
-    )
-    return next(iter(said), "")
-
-
-def other_policy(pool: Object, shard: Shard) -> str:
-    """Return the problem if the schedulers' policy, which is one of their own settings, differs from the
-    pool's; empty if they agree.
-    """
-    wanted = pool["spec"].get("policy")
-    if not wanted or wanted == shard.policy:
-        return ""
-    return f"the schedulers order by {shard.policy}, not {wanted}: LAPS_SD_POLICY is a setting of theirs"
-
-
-def unequal_ranks(pool: Object) -> str:
-    """Return the problem if the pool's workers over vLLM have another number of GPUs than of ranks, else empty."""
-    return vllm.unequal_ranks(template_of(pool))
-
-
-def status_of(pool: Object, seen: Seen, shard: Shard | None, problem: str) -> dict[str, Any]:
-    """Return the pool's status as a merge patch. None removes a field: the scheduler's values while no
-    scheduler answers, and the last problem once it is solved.
-    """
-    alive = [pod for pod in seen.pods if not pod.terminating]
-    found: dict[str, Any] = {
-        "observedGeneration": pool["metadata"].get("generation", 0),
-        "replicas": len(alive),
-        "ready": sum(pod.phase is Phase.READY for pod in alive),
-        "draining": sum(pod.chosen_s is not None for pod in alive),
-        "selector": f"{POOL_LABEL}={pool['metadata']['name']}",
-        "problem": problem[:MAX_PROBLEM] or None,
-    }
-    return found | {
-        "queued": shard and shard.queued,
-        "backlogSeconds": shard and round(shard.backlog_s, 3),
-        "acceptance": shard and round(shard.acceptance, 4),
-        "tokensPerSecond": shard and round(shard.tokens_per_s, 1),
-        "policy": shard and shard.policy,
-    }
-
-
-def scale_patch(before: int, replicas: int) -> list[dict[str, Any]]:
+def scale_patch(deployment: Object, replicas: int) -> list[dict[str, Any]]:
     """Return a JSON patch of the Deployment, which fails if the scale was changed since it was read."""
     return [
-        {"op": "test", "path": "/spec/replicas", "value": before},
+        {"op": "test", "path": "/spec/replicas", "value": deployment["spec"].get("replicas", 1)},
         {"op": "replace", "path": "/spec/replicas", "value": replicas},
-        last_set_patch(replicas),
+        *annotation_patch(deployment, LAST_SET, str(replicas)),
     ]
 
 
-def last_set_patch(replicas: int) -> dict[str, Any]:
-    """Return one operation of a JSON patch of the Deployment."""
-    return {"op": "add", "path": _annotation(LAST_SET), "value": str(replicas)}
-
-
-def template_patch(pool: Object) -> list[dict[str, Any]]:
+def template_patch(pool: Object, deployment: Object) -> list[dict[str, Any]]:
     """Return a JSON patch of the Deployment: template and strategy as a whole, without the replica count."""
+    template = template_of(pool)
+    of_now = (deployment["spec"]["template"].get("metadata") or {}).get("annotations") or {}
+    if RESTARTED in of_now:
+        annotations = template["metadata"].get("annotations") or {}
+        template["metadata"]["annotations"] = {RESTARTED: of_now[RESTARTED], **annotations}
     return [
-        {"op": "replace", "path": "/spec/template", "value": template_of(pool)},
+        {"op": "replace", "path": "/spec/template", "value": template},
         {"op": "add", "path": "/spec/strategy", "value": strategy_of(pool)},
-        {"op": "add", "path": _annotation(TEMPLATE), "value": digest(pool)},
+        *annotation_patch(deployment, TEMPLATE, digest(pool)),
     ]
 
 
-def mark_patch(since_s: float | None) -> dict[str, Any]:
-    """Return a merge patch of a pod; None removes the mark."""
-    marked = since_s is not None
-    annotations = {
-        CHOSEN: f"{since_s:.3f}" if marked else None,
-        DELETION_COST: LOWEST_COST if marked else None,
-    }
-    return {"metadata": {"annotations": annotations}}
+def annotation_patch(deployment: Object, name: str, value: str) -> list[dict[str, Any]]:
+    """Return the operations of a JSON patch that set one annotation of the Deployment."""
+    if not deployment["metadata"].get("annotations"):
+        return [{"op": "add", "path": "/metadata/annotations", "value": {name: value}}]
+    key = name.replace("~", "~0").replace("/", "~1")
+    return [{"op": "add", "path": f"/metadata/annotations/{key}", "value": value}]
 
 
-def _annotation(name: str) -> str:
-    return "/metadata/annotations/" + name.replace("~", "~0").replace("/", "~1")
+def mark_patch(since_s: float) -> dict[str, Any]:
+    """Return a merge patch that marks a pod for removal."""
+    return _annotations({CHOSEN: f"{since_s:.3f}", DELETION_COST: CHOSEN_COST})
+
+
+def release_patch() -> dict[str, Any]:
+    """Return a merge patch by which a marked pod goes before the other marked ones."""
+    return _annotations({DELETION_COST: RELEASED_COST})
+
+
+def spare_patch() -> dict[str, Any]:
+    """Return a merge patch that removes the mark of a pod."""
+    return _annotations({CHOSEN: None, DELETION_COST: None})
+
+
+def _annotations(found: dict[str, str | None]) -> dict[str, Any]:
+    return {"metadata": {"annotations": found}}

@@ -11,8 +11,9 @@ Scaling up is one action. Scaling down takes several, over many calls:
    workers. Then the worker that is cheapest to remove by the scheduler's estimate, one at a time.
 2. **Mark** the pod (deletion cost and time), then have the scheduler **drain** its worker: in this order, so
    that the choice survives a restart.
-3. When all chosen pods are drained or their drain time is over, **lower the replica count**. Kubernetes
-   deletes by deletion cost.
+3. As soon as a chosen pod has no requests or its drain time is over, **release** it (a deletion cost below that of
+   the other chosen pods) and **lower the replica count** by the number of released pods. Kubernetes deletes by
+   deletion cost.
 
 A marked pod that may stay is spared; its worker, whose process ends after the drain, restarts by itself. A
 manual change of the Deployment's scale is not reverted: its number becomes the pool's.
@@ -44,6 +45,8 @@ class Pod:
     terminating: bool = False
     chosen_s: float | None = None
     """Unix time at which it was marked for removal; None: not marked."""
+    released: bool = False
+    """Whether its deletion cost is below that of the pods that are only marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class Seen:
     last_set: int | None = None
     """Replica count that this operator last gave the Deployment, as written in its annotation."""
     up_to_date: bool = True
-    """Equality of the Deployment's template with the pool's."""
+    """Whether the Deployment has the pool's template."""
     pods: tuple[Pod, ...] = ()
     workers: tuple[Worker, ...] | None = ()
     """Workers of the pool; None: no scheduler answers."""
@@ -117,6 +120,13 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """Deletion cost of a marked pod below that of the other marked ones: it goes next."""
+
+    pod: str
+
+
+@dataclass(frozen=True, slots=True)
 class Spare:
     """Removal of the mark from a pod."""
 
@@ -130,12 +140,12 @@ class Drain:
     worker: str
 
 
-Action = Create | Update | Scale | Adopt | Mark | Spare | Drain
+Action = Create | Update | Scale | Adopt | Mark | Release | Spare | Drain
 
 
 def reconcile(seen: Seen) -> list[Action]:
     """Return the next actions in their order of execution; empty if there is nothing to do now."""
-    wanted = _within(seen.wanted, seen)
+    wanted = wanted_of(seen)
     if seen.replicas is None:
         return [Create(wanted)]
     if seen.last_set is not None and seen.replicas != seen.last_set:
@@ -158,8 +168,9 @@ def reconcile(seen: Seen) -> list[Action]:
     return actions
 
 
-def _within(replicas: int, seen: Seen) -> int:
-    bounded = max(seen.least, replicas)
+def wanted_of(seen: Seen) -> int:
+    """Return the replica count in the pool's spec, within its bounds."""
+    bounded = max(seen.least, seen.wanted)
     return bounded if seen.most is None else min(seen.most, bounded)
 
 
@@ -170,17 +181,21 @@ def _shrink(seen: Seen, alive: list[Pod], wanted: int) -> Iterator[Action]:
     for pod in alive:
         if pod.chosen_s is not None and pod.name not in going:
             yield Spare(pod.name)
+    leaving = {pod.name for pod in chosen if pod.chosen_s is not None and _may_go(pod, seen)}
     for pod in chosen:
         if pod.chosen_s is None:
             yield Mark(pod.name, seen.now_s)
+        elif pod.released and pod.name not in leaving:  # its worker was started again and has requests
+            yield Mark(pod.name, pod.chosen_s)
     for pod in chosen:
         worker = (workers or {}).get(pod.name)
         if worker is not None and not worker.draining:
             yield Drain(pod.name)
-    if len(chosen) == len(alive) - wanted and all(
-        pod.chosen_s is not None and (_is_free(pod, seen) or _is_overdue(pod, seen)) for pod in chosen
-    ):
-        yield Scale(wanted)
+    for pod in chosen:
+        if pod.name in leaving and not pod.released:
+            yield Release(pod.name)
+    if leaving:
+        yield Scale(len(alive) - len(leaving))
 
 
 def _choose(seen: Seen, alive: list[Pod], count: int) -> list[Pod]:
@@ -217,6 +232,10 @@ def _is_free(pod: Pod, seen: Seen) -> bool:
     if seen.workers is None:
         return False
     return all(worker.requests == 0 for worker in seen.workers if worker.name == pod.name)
+
+
+def _may_go(pod: Pod, seen: Seen) -> bool:
+    return _is_free(pod, seen) or _is_overdue(pod, seen)
 
 
 def _is_overdue(pod: Pod, seen: Seen) -> bool:

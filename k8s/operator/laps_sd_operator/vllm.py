@@ -36,9 +36,10 @@ def engine_environment(spec: Object, resources: Object) -> dict[str, str]:
 
 
 def gpus_of(resources: Object) -> int:
-    """Return the number of GPUs of a container that device plugins bring."""
+    """Return the number of GPUs of a container that device plugins bring; Kubernetes refuses one that is not whole."""
     limits = resources.get("limits") or {}
-    return sum(int(count) for name, count in limits.items() if GPUS.match(name))
+    counts = (str(count) for name, count in limits.items() if GPUS.match(name))
+    return sum(int(count) for count in counts if count.isdecimal())
 
 
 def unequal_ranks(template: Object) -> str:
