@@ -132,6 +132,11 @@ async def refusal(asked: Any) -> str:
     return str(caught.value.body)
 
 
+def template(**fields: Any) -> dict[str, Any]:
+    """Return a spec with a template of these fields."""
+    return {"template": {"spec": {"containers": [{"name": "worker"}]}} | fields}
+
+
 # -- the definition -------------------------------------------------------------------------------------------------------
 
 
@@ -159,12 +164,37 @@ async def test_the_api_server_takes_a_pool_as_the_chart_writes_it(
         ({"drainSeconds": 0}, "spec.drainSeconds"),
         ({"template": {"spec": {"containers": [{"name": "other"}]}}}, 'a container named \\"worker\\"'),
         ({"template": {}}, "spec.template.spec"),
+        ({"strategy": {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}}, "with the type Recreate"),
+        (
+            {
+                "engine": "vllm",
+                "model": {"target": "/t", "draft": "/d"},
+                "vllmArgs": {"speculative_config": {"model": "/other"}},
+            },
+            "model.draft is the model of vllmArgs.speculative_config",
+        ),
+        (template(spec={"containers": [{"name": "worker"}, {"name": "worker"}]}), "containers[1]"),
+        (template(metadata={"labels": {objects.POOL_LABEL: "other"}}), "the operator sets the label"),
+        (template(spec={"containers": [{"name": "worker", "env": {"A": "b"}}]}), "containers[0].env"),
+        (template(metadata={"labels": None}), "spec.template.metadata.labels"),
+        (
+            template(spec={"containers": [{"name": "worker"}], "terminationGracePeriodSeconds": "30"}),
+            "spec.template.spec.terminationGracePeriodSeconds",
+        ),
     ],
 )
 async def test_a_pool_that_makes_no_sense_is_refused_by_name(
     cluster: Cluster, pool: dict[str, Any], spec: dict[str, Any], said: str
 ) -> None:
     assert said in await refusal(cluster.create_pool(with_spec(pool, **spec)))
+
+
+async def test_a_name_that_is_no_value_of_a_label_is_refused(cluster: Cluster, pool: dict[str, Any]) -> None:
+    longest = {**pool, "metadata": {"name": 63 * "n"}}
+    longer = {**pool, "metadata": {"name": 64 * "n"}}
+
+    await cluster.create_pool(longest, dry_run="All")
+    assert "a name has at most 63 characters" in await refusal(cluster.create_pool(longer))
 
 
 async def test_without_a_number_there_is_one_worker(cluster: Cluster, pool: dict[str, Any]) -> None:

@@ -269,7 +269,7 @@ def test_the_guide_says_that_a_pools_template_is_not_bounded(pool: dict[str, Any
     for name in ("serviceAccountName", "hostNetwork", "volumes"):
         assert made[name] == wide["spec"]["template"]["spec"][name]
     assert made["containers"][0]["securityContext"] == {"privileged": True}
-    assert set(spec["properties"]) == {"containers"}
+    assert set(spec["properties"]) == {"containers", "terminationGracePeriodSeconds"}
     assert spec["x-kubernetes-preserve-unknown-fields"] is True
     said = " ".join(section("What the operator may do").split())
     assert "**The pod template of a SpeculativePool is not bounded.**" in said
