@@ -87,6 +87,8 @@ class Peer:
             code = self._process.wait()
             raise PeerFailed(f"{self.name} ended with code {code}:{last_lines(self._log)}")
         answer: dict[str, Any] = json.loads(line)
+        if "refused" in answer:
+            raise PeerFailed(f"{self.name}: {answer['refused']}")
         return answer
 
     def _pipes(self) -> tuple[Any, Any]:
@@ -179,14 +181,34 @@ def setups(
     return found
 
 
-def convert(options: argparse.Namespace, setup: dict[str, Any], folder: Path) -> None:
-    """Convert the pair with OpenVINO's tools. Raise PeerFailed if they fail."""
+def convert(
+    python: str,
+    folder: Path,
+    *,
+    engine: str,
+    models: Sequence[tuple[Path | str, Path | str]],
+    tokenizer: Path | None = None,
+    weights: str = "unchanged",
+    group: int = 0,
+) -> None:
+    """Convert models, pairs of a directory and the place for the result, with the tools of an engine.
+
+    Raise PeerFailed if they fail. `tokenizer` is a directory; None: each model's own.
+    """
     setup_file = folder / "convert.json"
-    setup_file.write_text(json.dumps(setup | {"task": "convert"}))
+    setup = {
+        "task": "convert",
+        "engine": engine,
+        "models": [[str(source), str(place)] for source, place in models],
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "weights": weights,
+        "group": group,
+    }
+    setup_file.write_text(json.dumps(setup))
     done = subprocess.run(
-        [options.openvino, str(DRIVER), str(setup_file)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=os.environ | environment(options.threads), check=False,
+        [python, str(DRIVER), str(setup_file)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=os.environ | environment(1), check=False,
     )  # fmt: skip
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-LOG_LINES:]
-        raise PeerFailed("the models cannot be converted for OpenVINO:\n  " + "\n  ".join(said))
+    if done.returncode or done.stdout:
+        told = (done.stdout + done.stderr).strip().splitlines()[-LOG_LINES:]
+        raise PeerFailed(f"the models cannot be converted for {engine}:\n  " + "\n  ".join(told))

@@ -46,6 +46,11 @@ PAIRS: dict[str, tuple[Shape, Shape]] = {
         ),
         Shape(layers=24, hidden=896, heads=14, kv_heads=2, head_size=64, inner=4864, vocab=128256),
     ),
+    # 494 M: that of Qwen2.5-0.5B, without its biases; the draft is as small as its vocabulary allows.
+    "qwen2.5-0.5b": (
+        Shape(layers=24, hidden=896, heads=14, kv_heads=2, head_size=64, inner=4864, vocab=151936),
+        Shape(layers=2, hidden=128, heads=2, kv_heads=1, head_size=64, inner=384, vocab=151936),
+    ),
     "tiny": (
         Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_size=16, inner=128, vocab=256),
         Shape(layers=1, hidden=32, heads=2, kv_heads=1, head_size=16, inner=64, vocab=256),
@@ -87,12 +92,15 @@ def write_pair(name: str, folder: Path, *, dtype: str, seed: int, max_length: in
     """Write directories of a random target and draft of this shape, as from the hub but
     without a tokenizer.
     """
-    import torch
-
     places = (folder / "target", folder / "draft")
     for at, (place, shape) in enumerate(zip(places, PAIRS[name], strict=True)):
-        model = random_model(
-            shape, dtype=getattr(torch, dtype), device="cpu", seed=seed + at, max_length=max_length
-        )
-        model.save_pretrained(place)
+        write_model(shape, place, dtype=dtype, seed=seed + at, max_length=max_length)
     return places
+
+
+def write_model(shape: Shape, place: Path, *, dtype: str, seed: int, max_length: int) -> None:
+    """Write the directory of a random model, as from the hub but without a tokenizer."""
+    import torch
+
+    model = random_model(shape, dtype=getattr(torch, dtype), device="cpu", seed=seed, max_length=max_length)
+    model.save_pretrained(place)

@@ -13,8 +13,11 @@ it comes; its left-padded batch of 16; its continuous batching (`generate_batch`
 PYTHON` and `--openvino PYTHON`, interpreters that have them: vLLM eager and compiled, OpenVINO GenAI, both
 without speculation and with a draft of 4, on the whole mix at temperature 0.
 
-`--shape memory-bound` is a random pair of 287 M and 15 M weights in bfloat16, where proposals are accepted by
-a random draw (`--acceptance`).
+`--shape memory-bound` is a random pair of 287 M and 15 M weights in bfloat16, `--shape qwen2.5-0.5b` one of
+494 M and 20 M; proposals are accepted by a random draw (`--acceptance`).
+
+`--table` compares engines without speculation by precision of the weights and number of threads instead: ours,
+OpenVINO, vLLM and llama.cpp, for the demo's target and the shape of Qwen2.5-0.5B.
 """
 
 from __future__ import annotations
@@ -30,15 +33,20 @@ from typing import Any
 from bench._engine.cells import MAX_LENGTH, cells_for
 from bench._engine.configs import other_engines, ours, transformers_modes
 from bench._engine.goals import goals, verdict
+from bench._engine.heading import facts_of, heading
 from bench._engine.measure import measure
 from bench._engine.options import arguments, public
 from bench._engine.rows import rows_of
 from bench._engine.tables import tables
+from bench._table.run import run as run_table
 from bench.report import about, finish
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
     options = arguments(argv, (__doc__ or "").split("\n\n")[0])
+    if options.table:
+        return run_table(options, given)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
     from transformers.utils import logging as transformers_logging
@@ -61,13 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.target, options.draft = DEMO / "target", DEMO / "draft"
         options.ends = _ends(options.target, end_of_sequence_ids)
         cells = cells_for(options)
+        facts = facts_of(options, cells)
+        print(heading(facts, options))
         others, versions = other_engines(options, cells, folder, stack)
         configs = [*ours(options), *([] if options.no_peers else transformers_modes(options)), *others]
         described = {
-            **about("engine", public(sys.argv[1:] if argv is None else argv)),
+            **about("engine", public(given)),
             "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
             "acceptance": options.acceptance,
             "threads": options.threads,
+            **facts,
             "dtype": options.dtype,
             "tokens": options.tokens,
             "turns": options.turns,

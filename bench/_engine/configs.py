@@ -90,7 +90,12 @@ def other_engines(
         try:
             if setup["engine"] == "openvino" and not converted:
                 progress("converting the pair for OpenVINO")
-                convert(options, setup, folder)
+                convert(
+                    python,
+                    folder,
+                    engine="openvino",
+                    models=[(setup[name], setup[f"converted_{name}"]) for name in ("target", "draft")],
+                )
                 converted = True
             progress(f"starting {name}")
             peer = stack.enter_context(Peer([python, str(DRIVER)], setup, folder, name))

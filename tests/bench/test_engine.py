@@ -221,12 +221,16 @@ def test_a_random_pair_runs_through(tmp_path, capsys, monkeypatch):
     )
     told = json.loads(file.read_text())
     assert told["about"]["acceptance"] == 0.7
+    assert told["about"]["prompt_tokens"] == {MIXED: [64, 64, 64]}
+    assert told["about"]["models"]["target"]["bytes"] == 4 * told["about"]["models"]["target"]["parameters"]
     rows = {(row["config"], row["kind"], row["temperature"], row["batch"]): row for row in told["rows"]}
     assert {kind for _, kind, _, _ in rows} == {MIXED, RAMP}
     assert rows["ours, plain", MIXED, 0.0, 3]["draft_len"] == 0
     assert all(row["tokens_per_cpu_s"] > 0 for row in rows.values())
     assert rows["ours, speculative", MIXED, BOTH, 3]["ratio_plain"] is not None
-    assert capsys.readouterr().out.strip().splitlines()[-1].startswith(("goal met: ", "GOAL MISSED: "))
+    first, *_, last = capsys.readouterr().out.strip().splitlines()
+    assert first.startswith("models: target 0.1 M weights (0.4 MB in float32), draft 0.0 M weights")
+    assert last.startswith(("goal met: ", "GOAL MISSED: "))
 
 
 def test_results_tell_the_command_and_not_where_interpreters_lie() -> None:

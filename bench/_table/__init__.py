@@ -1,0 +1,1 @@
+"""Parts of `laps-sd bench engine --table`: engines by precision and number of threads, compared in turns."""
