@@ -1,4 +1,4 @@
-"""Writes docs/evidence.md and its figures from what `laps-sd bench policy`, `serve`, `control`, `engine`, `vllm`
+"""Writes docs/evidence.md, its figures and the figures of engines in README.md from what `laps-sd bench policy`, `serve`, `control`, `engine`, `vllm`
 and `gateway` wrote with `--json`: no figure in them is typed by hand.
 
     python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, …
@@ -16,11 +16,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench._evidence.engine_table import engine_table
 from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
 from bench._evidence.head import head
 from bench._evidence.placement import placed
+from bench._evidence.readme import with_figures
 from bench._evidence.results import Results, newest, source_of
 from bench._evidence.scope import data, limits, paper
 from bench._evidence.services import carried, deciding, policy_rows, served
@@ -29,6 +31,7 @@ from bench.figures import draw_overview, draw_regime, ratios
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
+README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 MEASURED = {
     "placement": placed,
@@ -37,6 +40,7 @@ MEASURED = {
     "engine": engine,
     "engine-again": engine_again,
     "memory-bound": memory_bound,
+    "engine-table": engine_table,
     "vllm": inside_vllm,
     "gateway": carried,
 }
@@ -100,14 +104,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     measured = {name: path for name in MEASURED if (path := newest(name))}
     text = page(results, measured)
+    readme = README.read_text(encoding="utf-8")
+    new_readme = with_figures(readme, measured)
     if options.check:
-        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
-        if stale:
-            print("docs/evidence.md is out of date: run python -m bench.evidence", file=sys.stderr)
-        return int(stale)
+        stale = [
+            name
+            for name, is_stale in (
+                ("docs/evidence.md", not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text),
+                ("README.md", readme != new_readme),
+            )
+            if is_stale
+        ]
+        for name in stale:
+            print(f"{name} is out of date: run python -m bench.evidence", file=sys.stderr)
+        return int(bool(stale))
     for path in draw(results, FIGURES, measured.get("serve")):
         print(f"{path} drawn")
     PAGE.write_text(text, encoding="utf-8")
+    README.write_text(new_readme, encoding="utf-8")
     print(f"docs/evidence.md written from {results.source}")
     return 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
 from bench._engine.goals import goals, told_ratio
+from bench._engine.heading import models_in_words
 from bench._evidence.phrases import goals_met
 from bench._evidence.results import Row, read_rows
 from bench._markdown import table
@@ -21,6 +22,7 @@ def engine(path: Path) -> Iterator[str]:
     yield from ("## The engine compared with others", "")
     yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
     yield f"equal parts, temperature 0, with up to this number of requests at a time; {versions}{cpu}. {source}."
+    yield from _sizes(about)
     yield from _speeds(rows, texts=True)
     yield "Ratios of our engine with speculation, paired by turn, with their 95 % intervals; against several modes of one engine, to the best of them."
     yield from _ratios(
@@ -63,6 +65,7 @@ def memory_bound(path: Path) -> Iterator[str]:
     yield "A pair of random weights, 287 M and 15 M, larger than any cache, as real ones are on a GPU: there a forward of one token takes nearly as long as one of five. The text"
     yield f"is nonsense, and {about['acceptance']:g} of the proposals are accepted by a random draw; peers that cannot do this run without speculation. {about['dtype']}, {about['threads']} thread; tokens per second of CPU"
     yield f"time, temperature 0. {source}."
+    yield from _sizes(about)
     yield from _speeds(rows, texts=False)
     yield "Ratios, paired by turn; the last row compares one forward of a full batch, plain decoding, of ours with vLLM's shortest."
     yield from _ratios(
@@ -77,6 +80,13 @@ def memory_bound(path: Path) -> Iterator[str]:
         goals(rows, memory_bound=True),
         "A forward is to take 1.1 of vLLM's at most, speculation 0.97 of plain decoding's speed at least",
     )
+
+
+def _sizes(about: Row) -> Iterator[str]:
+    """Yield the sizes of the models and the lengths of the prompts; results of before 2026-11-26 lack them."""
+    if "prompt_tokens" in about:
+        least, mean, most = about["prompt_tokens"][MIXED]
+        yield f"Models: {models_in_words(about, about['dtype'])}. Prompts have {mean} tokens on average, {least} to {most}; outputs {about['tokens']} at most."
 
 
 def _speeds(rows: Sequence[Row], *, texts: bool) -> Iterator[str]:

@@ -8,14 +8,16 @@ import re
 
 import pytest
 
+from bench._evidence.engine_table import engine_table
 from bench._evidence.engines import engine, engine_again, memory_bound
+from bench._evidence.readme import with_figures
 from bench._evidence.results import Results, newest, source_of
 from bench._evidence.services import carried, deciding, served
 from bench._evidence.vllm import inside_vllm
 from bench._vllm.modes import CLASS, GUESS, NO_HINT
 from bench._vllm.modes import FCFS as FCFS_IN_VLLM
 from bench._vllm.workers import COUPLED, OWN, PLAIN
-from bench.evidence import FIGURES, MEASURED, PAGE, draw, main, page
+from bench.evidence import FIGURES, MEASURED, PAGE, README, draw, main, page
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
 
@@ -303,7 +305,13 @@ def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
     ]
     about = {"dtype": "float32", "threads": 1, "acceptance": None, "torch": "2.0", "vllm": "0.1"}
     about["cpu"] = "AVX2"
+    about |= {"prompt_tokens": {"mixed": [5, 17, 40]}, "tokens": 96}
+    about["models"] = {"target": {"parameters": 4_700_000, "bytes": 18_800_000}}
     text = "\n".join(engine(results_of(tmp_path, "engine", rows, **about)))
+    assert (
+        "Models: target 4.7 M weights (18.8 MB in float32). Prompts have 17 tokens on average, 5 to 40;"
+        in text
+    )
     assert "| ours, speculative | 700 | – | 100% |" in text
     assert "| vllm, compiled, plain | 1,368 | 2,000 | 75% |" in text
     assert "| vLLM, temperature 0 | 1.50 [1.45, 1.60] | – |" in text
@@ -342,6 +350,76 @@ def test_where_weights_come_from_memory_a_forward_is_compared_with_that_of_vllm(
     assert (
         "- mixed at temperature 0.0, batch 4: a forward takes 1.12 [1.08, 1.16] of vllm's (goal 1.1)" in text
     )
+
+
+def table_results(tmp_path):
+    """Return results of the table of engines: two tasks, one of them not run by vLLM."""
+
+    def row(engine, precision, speed, ratio=None, task="batch 1", **more):
+        return {
+            "model": "qwen2.5-0.5b", "comparison": "bfloat16", "threads": 1, "task": task, "engine": engine, "precision": precision,
+            "clock": "cpu", "tokens_per_s": speed, "turns": 6, "not_run": None if speed else "no room",
+            "version": "cpu, 1 thread; by torch" if engine == "ours" else "2026", "ratio": ratio, "ratio_low": ratio and ratio - 0.1, "ratio_high": ratio and ratio + 0.1, **more,
+        }  # fmt: skip
+
+    rows = [
+        row("ours", "bfloat16", 25.0),
+        row("ours", "bfloat16", 211.0, task="prefill"),
+        row("openvino", "bf16", 20.0, 1.25),
+        row("openvino", "bf16", 240.0, 0.88, task="prefill"),
+        row("vllm", "bfloat16", None),
+        row("vllm", "bfloat16", None, task="prefill"),
+        row("ours", "bfloat16", 24.0, comparison="int8"),
+        row("openvino", "int8", 27.0, 0.91, threads=2, comparison="int8"),
+        row("ours", "bfloat16", 25.0, comparison="threads"),
+        row(
+            "ours",
+            "bfloat16",
+            41.0,
+            1.62,
+            comparison="threads",
+            threads=2,
+            version="cpu, 2 threads; all layers by the kernels in C",
+        ),
+    ]
+    model = {
+        "parameters": 493_961_856,
+        "bytes": 987_969_904,
+        "prompt_tokens": [16, 16],
+        "generated_tokens": 56,
+    }
+    about = {
+        "command": "laps-sd bench engine --table", "date": "2026-01-02", "models": {"qwen2.5-0.5b": model}, "long_prompt_tokens": 1000,
+        "threads": [1, 2], "machine_threads": 2, "cpu": "AVX512", "cpu_name": "A CPU", "turns": 6,
+    }  # fmt: skip
+    return results_of(tmp_path, "engine-table", rows, **about)
+
+
+def test_engines_by_precision_and_threads_tell_speeds_ratios_and_what_did_not_run(tmp_path):
+    text = "\n".join(engine_table(table_results(tmp_path)))
+
+    assert "494.0 M weights, 988 MB in bfloat16; prompts of 16 to 16 tokens, 56 generated" in text
+    assert "| 1 thread | engine | batch 1 | prefill |" in text
+    assert "| bfloat16 | ours bfloat16 | 25 | 211 |" in text
+    assert "| bfloat16 | OpenVINO bf16 | 20 (1.25 [1.15, 1.35]) | 240 (0.88 [0.78, 0.98]) |" in text
+    assert "| 2 threads | ours bfloat16 | 41 (1.62 [1.52, 1.72]) |" in text
+    assert "\nOpenVINO 2026, vLLM 2026; ours: cpu, 2 threads; all layers by the kernels in C.\n" in text
+    assert text.count("- qwen2.5-0.5b, 1 thread: vLLM bfloat16: no room") == 1
+    assert "1 of 4 goals are met" in text
+    assert "- qwen2.5-0.5b, 1 thread, prefill: 0.88 [0.78, 0.98] of OpenVINO bf16 (goal 0.9)" in text
+
+
+def test_the_readme_has_the_figures_of_the_newest_results(tmp_path):
+    text = README.read_text(encoding="utf-8")
+    measured = {name: path for name in MEASURED if (path := newest(name))}
+    assert with_figures(text, measured) == text, "run python -m bench.evidence"
+
+    changed = with_figures(text, measured | {"engine-table": table_results(tmp_path)})
+    assert "(494 M weights) on 2 threads of A CPU" in changed
+    assert "| int8 | OpenVINO int8 | 27 (0.91 [0.81, 1.01]) |" in changed
+    assert with_figures(changed, measured) == text, "nothing outside of the comments is touched"
+    with pytest.raises(ValueError, match="no place"):
+        with_figures("text", measured)
 
 
 def test_a_gateway_carries_so_much_or_too_little(tmp_path):
