@@ -2,9 +2,10 @@
 `laps-sd bench engine`
 
 One pair of models, one precision, one thread each. The workload consists of cells: prompts of all kinds in
-equal parts, or of one kind alone; temperature 0 or 0.8; a number of requests at a time; each until the end
-token or `--tokens`. Cells take turns, and so do the engines within a cell, peers each time in another order;
-ours with and without speculation come last, in alternating slices for some seconds. CPU time is measured, so
+equal parts, or of one kind alone, one of them prompts unlike those that the demo pair was trained on
+(`held-out`); temperature 0 or 0.8; a number of requests at a time; each until the end token or `--tokens`.
+Cells take turns, and so do the engines within a cell, peers each time in another order; ours with and without
+speculation come last, in alternating slices for some seconds. CPU time is measured, so
 a busy machine slows all of them alike. A speed is tokens per CPU second; ratios are paired by turn, and a
 goal is met by the lower end of the interval.
 

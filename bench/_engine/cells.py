@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bench._engine.held_out import HELD_OUT, held_out_prompts
+
 MAX_LENGTH = 512
 PEER_BATCH = 16
 MIXED = "mixed"
@@ -81,13 +83,19 @@ def _demo_texts(
     from demo.prompts import KINDS, demo_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    kinds = {"all": list(KINDS), "none": []}.get(options.kinds, options.kinds.split(","))
+    kinds = {"all": [*KINDS, HELD_OUT], "none": []}.get(options.kinds, options.kinds.split(","))
 
     def texts(batch: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         for kind in (MIXED, *kinds):
             usual = max(LEAST_PROMPTS, 2 * batch) if kind == MIXED else max(LEAST_OF_A_KIND, batch)
-            prompts = demo_prompts(None if kind == MIXED else kind, options.prompts or usual, options.seed)
-            yield kind, [tuple(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+            count = options.prompts or usual
+            if kind == HELD_OUT:
+                prompts = held_out_prompts(count, options.seed)
+            else:
+                prompts = [
+                    one.text for one in demo_prompts(None if kind == MIXED else kind, count, options.seed)
+                ]
+            yield kind, [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
 
     return texts
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Generator
 
 import pytest
 
 from bench._engine import measure
-from bench._engine.cells import BOTH, MIXED, RAMP, TEMPERATURES, Cell, Prompted, cells_for
-from bench._engine.configs import Config
+from bench._engine.cells import BOTH, MAX_LENGTH, MIXED, RAMP, TEMPERATURES, Cell, Prompted, cells_for
+from bench._engine.configs import SPECULATIVE, Config
 from bench._engine.engines import ramp_told
 from bench._engine.goals import (
     FORWARD_BATCHES,
@@ -23,6 +24,7 @@ from bench._engine.goals import (
     goals,
     verdict,
 )
+from bench._engine.held_out import HELD_OUT, held_out_prompts
 from bench._engine.options import arguments, public
 from bench._engine.outcomes import Outcome, counted, in_turn
 from bench._engine.rows import identical, rows_of
@@ -199,6 +201,23 @@ def test_the_mix_has_equal_parts_of_each_kind_at_both_temperatures():
     }
     cold, warm = (cells[MIXED, temperature, 4].requests for temperature in TEMPERATURES)
     assert [one.ids for one in cold] == [one.ids for one in warm]
+
+
+def test_held_out_prompts_are_a_kind_with_a_goal_of_its_own() -> None:
+    options = arguments(["--batch", "4", "--no-peers"], "")
+    options.target = DEMO / "target"
+    (cell,) = (one for one in cells_for(options) if one.kind == HELD_OUT and one.temperature == 0)
+    lengths = [len(one.ids) for one in cell.requests]
+    assert 150 < statistics.fmean(lengths) < 180 and max(lengths) < MAX_LENGTH - options.tokens
+    assert held_out_prompts(8) == held_out_prompts(64)[:8] != held_out_prompts(8, seed=1)
+    assert len(set(held_out_prompts(64))) == 64
+
+    def met(kind: str) -> bool:
+        row = {"config": SPECULATIVE, "kind": kind, "temperature": 0.0, "batch": 4, "identical": None}
+        row |= {"ratio_plain": 1.0, "ratio_plain_low": 0.975, "ratio_plain_high": 1.1}
+        return goals([row])[0].met
+
+    assert met("code") and not met(HELD_OUT)
 
 
 def test_a_random_pair_runs_through(tmp_path, capsys, monkeypatch):
