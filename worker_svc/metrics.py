@@ -12,6 +12,16 @@ log = get_logger(__name__)
 ROUNDS = counter("laps_sd_worker_rounds_total", "Rounds run with at least one request.")
 DRAFTED = counter("laps_sd_worker_drafted_tokens_total", "Draft tokens.")
 ACCEPTED = counter("laps_sd_worker_accepted_tokens_total", "Draft tokens that the target accepted.")
+DRAFTED_BY = counter(
+    "laps_sd_worker_drafted_tokens_by_source_total",
+    "Draft tokens by source: model is the draft model, lookup is prompt lookup.",
+    ["source"],
+)
+ACCEPTED_BY = counter(
+    "laps_sd_worker_accepted_tokens_by_source_total",
+    "Draft tokens that the target accepted, by source.",
+    ["source"],
+)
 TESTED_AT = counter(
     "laps_sd_worker_tested_tokens_total",
     "Draft tokens that were compared with the target's choice, by position in the draft (1 is the first).",
@@ -106,6 +116,9 @@ _TESTED_AT, _ACCEPTED_AT = (
     [metric.labels(str(place)) for place in range(1, MOST_POSITIONS + 1)]
     for metric in (TESTED_AT, ACCEPTED_AT)
 )
+_BY_MODEL, _BY_LOOKUP = (
+    [metric.labels(source) for metric in (DRAFTED_BY, ACCEPTED_BY)] for source in ("model", "lookup")
+)
 _MOVED = {residency: MOVES.labels(residency.name.lower()) for residency in Residency}
 _FREE_TARGET, _FREE_DRAFT = FREE_BLOCKS.labels("target"), FREE_BLOCKS.labels("draft")
 
@@ -152,10 +165,13 @@ def observe(report: Round) -> None:
     _WAITING.inc(report.waited_s)
     for change in report.residency:
         _MOVED[change.residency].inc()
-    drafted = accepted = tokens = prefilled = cached = tested = kept = 0
+    drafted = accepted = found = found_accepted = tokens = prefilled = cached = tested = kept = 0
     for _, step in report.progress:
         drafted += step.drafted
         accepted += step.accepted
+        if step.looked_up:
+            found += step.drafted
+            found_accepted += step.accepted
         tokens += len(step.tokens)
         prefilled += step.prefilled
         cached += step.cached
@@ -186,6 +202,10 @@ def observe(report: Round) -> None:
     ROUND.observe(result.total_s)
     DRAFTED.inc(drafted)
     ACCEPTED.inc(accepted)
+    _BY_LOOKUP[0].inc(found)
+    _BY_LOOKUP[1].inc(found_accepted)
+    _BY_MODEL[0].inc(drafted - found)
+    _BY_MODEL[1].inc(accepted - found_accepted)
     _DRAFT.inc(result.draft_s)
     _VERIFY.inc(result.verify_s)
     _SWAP.inc(result.swap_s + report.swap_out_s)

@@ -69,8 +69,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
     drafter: Literal["auto", "model", "lookup", "none"] = field(
         "auto",
         help="Source of draft tokens: model is the draft model; lookup is prompt lookup, the tokens that "
-        "followed the same tokens earlier in the context; auto: the draft model if there is one, "
-        "otherwise lookup; none: plain decoding",
+        "followed the same tokens earlier in the context; auto: for each request and round the one that "
+        "gains more, lookup without a draft model; none: plain decoding",
     )
     trust_remote_code: bool = field(
         False, help="Run Python code that comes with a model directory; it can do whatever this process can"

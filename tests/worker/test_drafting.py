@@ -65,9 +65,7 @@ def by_asking_each(
     chooser: DraftLengths, requests: list[Acceptance], caps: list[int], other_rows: int, keys: int
 ) -> list[int]:
     """Return lengths by the module's rule, request by request and depth by depth."""
-    rates, count = [chooser.rate(request) for request in requests], len(requests)
-    drafting = [request for request in requests if not request.free]
-    costs = chooser.drafted if drafting else chooser.plain
+    rates, count, costs = [chooser.rate(request) for request in requests], len(requests), chooser.drafted
 
     def round_s(proposals: int) -> float:
         """Return the extra time over the round without proposals, plus the time of our own rows alone; the
@@ -80,7 +78,7 @@ def by_asking_each(
     def step(going: int, each: int = 1) -> float:
         return chooser.step(going * each, keys * going / count)
 
-    another_s = (step(len(drafting)) - step(1)) / (len(drafting) - 1) if len(drafting) > 1 else 0.0
+    another_s = (step(count) - step(1)) / (count - 1) if count > 1 else 0.0
     plain_s = chooser.plain(count, keys)
     best, lengths = (1 + MARGIN) * count / plain_s, [0] * count
     for depth in range(1, max(caps) + 1):
@@ -88,17 +86,14 @@ def by_asking_each(
         row_s = (round_s(count * depth) - round_s(0)) / (count * depth)
         for everybody in (False, True):
             tried = [
-                sum(
-                    everybody or rate**k > price * (row_s + (0.0 if request.free else another_s))
-                    for k in range(1, min(cap, depth) + 1)
-                )
-                for request, rate, cap in zip(requests, rates, caps, strict=True)
+                sum(everybody or rate**k > price * (row_s + another_s) for k in range(1, min(cap, depth) + 1))
+                for rate, cap in zip(rates, caps, strict=True)
             ]
             seconds = round_s(sum(tried))
             if len({*tried, 0}) > 2 or (0 in tried and sum(tried)) or 0 < max(tried) < depth:
                 seconds += UNEVEN * costs(count + sum(tried) + other_rows, keys)
             for k in range(1, depth + 1):
-                going = sum(n >= k for n, request in zip(tried, requests, strict=True) if not request.free)
+                going = sum(n >= k for n in tried)
                 seconds += step(going, FIRST_STEP_ROWS if k == 1 else 1) if going else 0.0
             tokens = sum(rate**k for rate, n in zip(rates, tried, strict=True) for k in range(n + 1))
             if tokens / seconds > best:
@@ -111,8 +106,6 @@ def test_the_lengths_are_those_of_the_rule(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.choice((1, 2, 7, 40))
     requests = [experienced(rng.randrange(21), 20) for _ in range(count)]
-    for request in requests:
-        request.free = rng.random() < (0.0, 0.3, 1.0)[seed % 3]
     caps = [rng.randrange(1, 9) for _ in requests]
     chooser = lengths_for(
         plain=CostTable([1, 8, 400], sorted(rng.uniform(1, 4) for _ in range(3))),
@@ -350,7 +343,7 @@ def test_rounds_without_drafts_stay_known_for_a_small_share_of_the_goodput() -> 
         """Return the rounds without drafts, and the share of the goodput that such a round loses."""
         chooser, request = lengths_for(**costs), experienced(rate, 100)
         plain = sum(one_round(chooser, [request]) == [0] for _ in range(rounds))
-        return plain, chooser._loss
+        return plain, 1 - 1 / chooser._gain
 
     for plain, loss in (
         plain_rounds(80, plain=CostTable([1, 1000], [1.0, 1.1]), step=CostTable([1, 1000], [0.4, 0.4])),

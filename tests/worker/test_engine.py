@@ -3,6 +3,7 @@ has."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from laps_sd.contract.ends import End
 from tests.worker.contract import EngineContract, Make, decode, spec
 from tests.worker.drive import finish_all, rotate
 from tests.worker.pairs import VOCAB, llama_config, load_pair, write_draft_of, write_model
+from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     DeviceFailed,
@@ -128,6 +130,29 @@ def test_nothing_is_proposed_behind_what_would_end_the_text(
     assert sum(report.drafted for report in reports) > 300
     assert all(report.accepted == report.drafted <= len(report.tokens) for report in reports)
     assert all(len(report.logprobs) in (0, len(report.tokens)) for report in reports)
+
+
+class Eager(DraftLengths):
+    """As many tokens of the draft model as a request may have; nothing is looked up."""
+
+    def lengths(self, requests: Any, caps: Any, *_: Any, **__: Any) -> list[int]:
+        return [*caps]
+
+    def row_price(self, count: int, keys: int = 0) -> float:
+        return math.inf
+
+
+def test_the_model_drafts_nothing_while_most_of_the_batch_is_prefilled(
+    pair: tuple[Path, Path], device: str
+) -> None:
+    engine = load_pair(*pair, device=device, slots=3, max_length=128, max_draft_len=4, prefill_chunk=16)
+    engine.lengths = Eager(4)
+    engine.add(spec("a", prompt_ids=(5, 6), max_tokens=60, ignore_eos=True))
+    engine.round(["a"])
+    for name in "bc":
+        engine.add(spec(name, prompt_ids=tuple(range(2, 66)), max_tokens=4))
+    assert engine.round(["a", "b", "c"]).requests[0].drafted == 0
+    assert engine.round(["a", "b"]).requests[0].drafted == 4
 
 
 @pytest.mark.parametrize(("ignore_eos", "drafted"), [(False, 2), (True, 4)])

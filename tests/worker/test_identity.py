@@ -27,6 +27,7 @@ from worker_svc.engine.draft_lengths.outlook import Outlook
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.proposers.lookup import Found
 from worker_svc.engine.round.choices import Choices
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
@@ -113,7 +114,7 @@ def engine_for(
 
 
 class AnyLengths(DraftLengths):
-    """Another length for every request and every round, 0 among them."""
+    """Another length for every request and every round, 0 among them, and another source."""
 
     def __init__(self, max_draft_len: int, seed: int) -> None:
         super().__init__(max_draft_len)
@@ -128,6 +129,14 @@ class AnyLengths(DraftLengths):
         keys: int = 0,
     ) -> list[int]:
         return [self._rng.randrange(cap + 1) for cap in caps]
+
+    def row_price(self, count: int, keys: int = 0) -> float:
+        return 0.0
+
+    def found_length(
+        self, evidence: Acceptance, found: Found, row_price: float, model: Acceptance, drafted: int
+    ) -> int:
+        return self._rng.randrange(len(found.tokens) + 1)
 
 
 CHANGING = None

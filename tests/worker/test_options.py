@@ -139,6 +139,7 @@ def test_looking_up_says_what_the_draft_model_says(pair: tuple[Path, Path], devi
         specs.append(Specification(f"r{number}", tuple(phrase * 4), (), sampling, TOKENS, ignore_eos=True))
     expected, *_ = finish_all(engine_for(pair, device, 8, 0), specs)
     for drafters, folders in (
+        ((None,), pair),
         ((Drafter.LOOKUP,), pair),
         ((Drafter.MODEL, Drafter.LOOKUP, None), pair),
         ((None,), pair[:1]),
@@ -149,6 +150,8 @@ def test_looking_up_says_what_the_draft_model_says(pair: tuple[Path, Path], devi
             output, _, reports = finish_all(engine_for(folders, device, slots, draft_len), named, between)
             assert output == expected
             assert sum(report.accepted for report in reports) > 0
+            if draft_len is None and folders == pair and drafters == (None,):
+                assert {report.looked_up for report in reports if report.drafted} == {False, True}
     none = engine_for(pair, device, 4, 0, drafter="none")
     assert none.capacity.max_draft_len == none.capacity.draft_blocks == 0
     output, _, reports = finish_all(none, [replace(spec, drafter=Drafter.LOOKUP) for spec in specs])

@@ -22,7 +22,7 @@ import torch
 
 from worker_svc.engine.cache.prompts import ContextNames
 from worker_svc.engine.calibration import measure_draft_steps, measure_prefill, measure_rounds
-from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
+from worker_svc.engine.draft_lengths.acceptance import Acceptance
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.interface import (
     CacheChanges,
@@ -87,7 +87,6 @@ class SpeculativeEngine:
             device=str(self._pair.device),
         )
         self.rounds = Rounds(self._pair, options, probe)
-        self._lookup_prior = Prior()
         self._sequences: dict[str, Sequence] = {}
 
     @property
@@ -122,16 +121,20 @@ class SpeculativeEngine:
             state = self._formats.open(spec.format)
             state.follow(spec.committed_ids)
         pools, has_draft = self._pair.pools, self._pair.draft is not None
-        looks_up = not has_draft or (spec.drafter or self.options.drafter) is Drafter.LOOKUP
+        drafter = spec.drafter or self.options.drafter
+        by_model = has_draft and drafter is not Drafter.LOOKUP
+        looks_up = not by_model or drafter is Drafter.EITHER
         self._sequences[spec.request_id] = Sequence(
             spec=spec,
             tokens=[*spec.prompt_ids, *spec.committed_ids],
             target=pools[0].new_table(),
             draft=pools[1].new_table() if has_draft else None,
             stop_text=self._stop_text(spec),
-            acceptance=Acceptance(prior=self._lookup_prior, free=True) if looks_up else Acceptance(),
+            acceptance=Acceptance(),
+            found=Acceptance(),
             seed_key=counter.mix64(spec.sampling.seed),
             names=ContextNames(spec.cache_salt),
+            by_model=by_model,
             lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
             format=state,
             restrictions=restrictions_of(spec, self._pair.eos_ids),

@@ -135,6 +135,7 @@ class Drafter(enum.Enum):
     MODEL = "model"  # the draft model
     # prompt lookup: the tokens that followed the last ones when these occurred before in the context
     LOOKUP = "lookup"
+    EITHER = "either"  # for each request and round the one that gains more
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,8 @@ class RequestRound(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if the request wants them
     # New prediction of the output tokens that remain after this round.
     predicted_remaining_tokens: float | None = None
+    # Its draft tokens were found by prompt lookup, and not proposed by the draft model.
+    looked_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def _engine(
         None: "none, plain decoding",
         Drafter.LOOKUP: "prompt lookup",
         Drafter.MODEL: "the draft model",
+        Drafter.EITHER: "the draft model or prompt lookup",
     }
     words += f"; draft tokens: {drafter[options.drafter]}"
     return words + ("; equal seeds give equal text" if target.exact else "; the text may depend on the batch")
@@ -172,7 +173,9 @@ def _engine_options(options: LoadOptions, target: PackedModel, draft: PackedMode
         blocks = options.memory_bytes // (token_bytes * options.block_size)
     elif blocks is None:
         blocks = options.slots * -(-(options.max_length + options.max_draft_len) // options.block_size)
-    drafter = Drafter.LOOKUP if draft is None else Drafter.MODEL
+    drafter = Drafter.EITHER if options.drafter == "auto" else Drafter.MODEL
+    if draft is None:
+        drafter = Drafter.LOOKUP
     return EngineOptions(
         slots=options.slots,
         target_blocks=blocks,

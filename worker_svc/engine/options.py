@@ -46,7 +46,7 @@ class LoadOptions:
     host_bytes: int = 2 * 2**30
     # False: models of the Llama family are run by transformers too.
     lean: bool = True
-    # auto: the draft model, or prompt lookup without one.
+    # auto: the draft model or prompt lookup, whichever gains more; without a draft model prompt lookup.
     drafter: Literal["auto", "model", "lookup", "none"] = "auto"
     # Shortest equal context start, in tokens, whose KV is reused; 0: never.
     prefix_reuse_tokens: int = 0

@@ -34,7 +34,9 @@ class Sequence:
     target: BlockTable
     draft: BlockTable | None
     stop_text: StopText | None
+    # Evidence about the draft model's tokens, and about those that are found in the context.
     acceptance: Acceptance
+    found: Acceptance
     # mix64(seed): the part of a row key that does not change.
     seed_key: int
     # Names of the blocks of its context.
@@ -42,7 +44,9 @@ class Sequence:
     # Host copies of (target, draft) KV; empty = not swapped out.
     swapped: list[torch.Tensor | None] = field(default_factory=list)
     finished: bool = False
-    # Prompt lookup, if the draft model does not propose.
+    # The draft model may propose.
+    by_model: bool = False
+    # Prompt lookup; None: it may not propose.
     lookup: Lookup | None = None
     # Follows the output.
     format: FormatState | None = None

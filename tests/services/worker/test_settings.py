@@ -9,7 +9,7 @@ import pytest
 
 from laps_sd.service.config import ConfigError, load
 from worker_svc.engine.interface import RequestRound, RoundResult
-from worker_svc.metrics import CACHED, PREFILLED, MeasuredCost, observe
+from worker_svc.metrics import ACCEPTED_BY, CACHED, DRAFTED_BY, PREFILLED, MeasuredCost, observe
 from worker_svc.runner.messages import Round
 from worker_svc.settings import WorkerSettings
 from worker_svc.vllm_arguments import arguments_of
@@ -128,3 +128,21 @@ def test_prompt_tokens_are_counted_as_computed_or_found() -> None:
     )
     observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0, 0, 0))
     assert counted() == (computed + 521, found + 96)
+
+
+def test_draft_tokens_are_counted_by_source() -> None:
+    def counted() -> list[float]:
+        return [
+            metric.labels(source)._value.get()
+            for metric in (DRAFTED_BY, ACCEPTED_BY)
+            for source in ("model", "lookup")
+        ]
+
+    before = counted()
+    steps = (
+        RequestRound("a", 0, (1, 2), 4, 1),
+        RequestRound("b", 0, (1, 2, 3), 3, 2, looked_up=True),
+        RequestRound("c", 0, (1,), 0, 0),
+    )
+    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0, 0, 0))
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [4, 3, 1, 2]

@@ -9,11 +9,13 @@ PRIOR_STRENGTH = 8.0
 KEPT = 0.98
 """Share of the evidence that is left after another draft token of a request, and of the prior after another
 round of a request. Tried 0.95 to 0.99."""
+MOST_CERTAIN = 0.99
+"""Largest acceptance rate that is believed."""
 
 
 @dataclass(slots=True)
 class Prior:
-    """Acceptance of all requests together whose draft tokens come from one source."""
+    """Acceptance of all requests together of draft tokens of one kind."""
 
     accepted: float = 6.0
     tested: float = 10.0
@@ -47,10 +49,6 @@ class Acceptance:
     """Draft tokens that it drafts whatever they are worth, one each round, until one is rejected."""
     met: bool = False
     """True if lengths were chosen for it before."""
-    prior: Prior | None = None
-    """Prior of the source of its draft tokens; None for the draft model."""
-    free: bool = False
-    """True if its draft tokens cost no draft step."""
 
     def observe(self, accepted: int, tested: int) -> None:
         """Take in one round: `tested` draft tokens were compared, the first `accepted` kept."""
@@ -70,14 +68,14 @@ class Acceptance:
 
     @property
     def untested(self) -> bool:
-        """True if there is no evidence about draft tokens of the draft model for this request."""
-        return not self.tested and not self.free
+        """True if there is no evidence about draft tokens for this request."""
+        return not self.tested
 
     def probe(self) -> None:
         """Begin to draft, until a token is rejected or the evidence weighs as much as the prior."""
         self.probes_left = round(PRIOR_STRENGTH)
 
-    def rate(self, shared: Prior) -> float:
-        """Return the estimated acceptance rate: the evidence, shrunk towards its prior (`shared` if None)."""
-        expected = PRIOR_STRENGTH * (shared if self.prior is None else self.prior).rate
-        return min(max((expected + self.accepted) / (PRIOR_STRENGTH + self.tested), 0.01), 0.99)
+    def rate(self, prior: Prior) -> float:
+        """Return the estimated acceptance rate: the evidence, shrunk towards the prior."""
+        expected = PRIOR_STRENGTH * prior.rate
+        return min(max((expected + self.accepted) / (PRIOR_STRENGTH + self.tested), 0.01), MOST_CERTAIN)

@@ -26,8 +26,10 @@ from dataclasses import dataclass, field
 
 from worker_svc.engine.draft_lengths.acceptance import Acceptance, Prior
 from worker_svc.engine.draft_lengths.cost_table import CostTable, default_costs
+from worker_svc.engine.draft_lengths.found import FoundLengths
 from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS, Choice, RoundCosts, Worth, WorthOfOne
 from worker_svc.engine.draft_lengths.outlook import Outlooks
+from worker_svc.engine.proposers.lookup import Found
 
 MARGIN = 0.05
 """Another length must promise this much more goodput than the last one, and any draft than none, whose cost
@@ -62,6 +64,8 @@ class DraftLengths:
     drafted: CostTable = field(init=False)
     """Seconds of a round with drafts, without its draft steps, which leave other data in the caches."""
     prior: Prior = field(default_factory=Prior)
+    found: FoundLengths = field(default_factory=FoundLengths)
+    """Choice of the number of draft tokens that were found in the context."""
     _depth: int | None = None
     """Longest draft of the last choice."""
     _least: float = 0.0
@@ -74,8 +78,10 @@ class DraftLengths:
     """Cost of a row of verification in the last choice, in tokens."""
     _reading_costs: float = 0.0
     """Cost of a context token that the draft reads, in tokens."""
-    _loss: float = 0.0
-    """Share of the goodput that a round without drafts loses, by the last choice."""
+    _gain: float = 1.0 + MARGIN
+    """Goodput of the last choice, as a multiple of that without drafts, `MARGIN` included."""
+    _step_price: float = 0.0
+    """Cost of a draft step for one request in the last choice, in tokens."""
     _until_explored: float = 0.0
     """Rounds until exploring is due: a probe, or a round without drafts."""
     _probed_at_once: int = 1
@@ -110,7 +116,7 @@ class DraftLengths:
         returns the outlook of a request, and is called only when that matters. A draft that would not pay for
         the context it must read does not begin.
         """
-        caps = [max(0, min(cap, self.max_draft_len)) for cap in caps]
+        caps = [min(cap, self.max_draft_len) for cap in caps]
         if self.fixed is not None:
             return [min(self.fixed, cap) for cap in caps]
         if not any(caps):
@@ -121,24 +127,21 @@ class DraftLengths:
         if self._holds(requests):
             return self._by_the_last_choice(requests, caps, outlooks)
         if self._depth and self._until_explored <= 0:
-            self._until_explored = self._loss / EXPLORED_SHARE
+            self._until_explored = (1 - 1 / self._gain) / EXPLORED_SHARE
             return [0] * len(caps)
         return self._by_a_new_choice(requests, caps, other_rows, outlooks, keys)
 
     def _holds(self, requests: Sequence[Acceptance]) -> bool:
         """Age the last choice by this round, and by its whole age if all requests were new; return True if it
-        still holds.
-
-        It never holds with prompt lookup, whose tokens differ from round to round.
-        """
-        if not self._depth and self._until_explored <= 0 and any(request.untested for request in requests):
+        still holds."""
+        if not self._depth and self._until_explored <= 0 and any(not request.tested for request in requests):
             return False
-        came = sum(not request.met for request in requests)
+        came = sum([not request.met for request in requests])
         left = max(0, self._count + came - len(requests))
         changed = max(came, left) / max(1, self._count)
         self._rounds_left -= 1 + HOLD_ROUNDS * changed
         self._count = len(requests)
-        return self._rounds_left > 0 and not any(request.free for request in requests)
+        return self._rounds_left > 0
 
     def _by_the_last_choice(
         self, requests: Sequence[Acceptance], caps: Sequence[int], outlooks: Outlooks | None
@@ -148,9 +151,15 @@ class DraftLengths:
         Drafting requests continue; of the others only those that came since then begin.
         """
         depth, lengths = self._depth or 0, []
+        if not depth:  # the usual case under load
+            for request in requests:
+                request.met = True
+            return [
+                int(request.probes_left > 0 and cap > 0) for request, cap in zip(requests, caps, strict=True)
+            ]
         for i, (request, cap) in enumerate(zip(requests, caps, strict=True)):
             length = 0
-            if depth and not request.silent_rounds:
+            if not request.silent_rounds:
                 rate = request.rate(self.prior)
                 length = _length(rate, min(cap, depth), self._least)
                 if length and not request.met and outlooks is not None:
@@ -169,7 +178,7 @@ class DraftLengths:
     ) -> list[int]:
         lengths = self._choose(requests, caps, other_rows, outlooks, keys)
         if not self._depth and any(lengths):
-            self._until_explored = self._loss / EXPLORED_SHARE
+            self._until_explored = (1 - 1 / self._gain) / EXPLORED_SHARE
         elif self._depth and not any(lengths) and self._probe_gain > 0:
             self._until_explored = 0.0  # the last probe paid: the next request may be like that one
         self._depth, self._count, self._rounds_left = max(lengths), len(lengths), float(HOLD_ROUNDS)
@@ -195,13 +204,11 @@ class DraftLengths:
         """
         count = len(caps)
         rates = [request.rate(self.prior) for request in requests]
-        free = [request.free for request in requests]
-        drafting = count - sum(free)
         costs = RoundCosts(
-            self.drafted if drafting else self.plain, self.step, self.plain, self.uneven,
-            count=count, drafting=drafting, other_rows=other_rows, keys=keys,
-        )  # fmt: skip
-        none = Choice((1 + MARGIN) * costs.plain_goodput, 0, 0.0, 0.0)
+            self.drafted, self.step, self.plain, self.uneven, count=count, other_rows=other_rows, keys=keys
+        )
+        none = Choice((1 + MARGIN) * costs.plain_goodput, 0, 0.0)
+        self._gain = 1 + MARGIN
         if max(rates) <= none.goodput * costs.least_s(max(caps)):
             # Not even the likeliest draft token pays: the usual case under load, decided without computing
             # the outlook of each request.
@@ -210,55 +217,31 @@ class DraftLengths:
         self._reading_costs = costs.plain_goodput * self.read_s()
         if outlooks is not None:
             caps = [
-                cap if free[i] or self._pays_for_reading(rates[i], outlooks(i).lag) else 0
-                for i, cap in enumerate(caps)
+                cap if self._pays_for_reading(rates[i], outlooks(i).lag) else 0 for i, cap in enumerate(caps)
             ]
-        best = self._best(none, costs, rates, caps, free)
-        self._least, self._loss = best.least, 1 - costs.plain_goodput / best.goodput
+        best = self._best(none, costs, rates, caps)
+        self._least, self._gain = best.least, best.goodput / costs.plain_goodput
+        self._step_price = best.goodput * costs.step_s
         return [
-            _length(rate, min(cap, best.depth), best.least_found if no_step else best.least)
-            for rate, cap, no_step in zip(rates, caps, free, strict=True)
+            _length(rate, min(cap, best.depth), best.least) for rate, cap in zip(rates, caps, strict=True)
         ]
 
-    def _best(
-        self,
-        none: Choice,
-        costs: RoundCosts,
-        rates: Sequence[float],
-        caps: Sequence[int],
-        free: Sequence[bool],
-    ) -> Choice:
+    def _best(self, none: Choice, costs: RoundCosts, rates: Sequence[float], caps: Sequence[int]) -> Choice:
         """Return the choice of the greatest goodput, at each depth with a price for draft tokens and without.
 
         `none` is the choice to draft nothing.
         """
         count, highest, least_s = len(caps), max(rates), costs.least_s(max(caps)) if any(caps) else 0.0
-        drafted: Worth | WorthOfOne
-        found: Worth | None = None
-        if count == 1 and not free[0]:
-            drafted = WorthOfOne(rates[0], caps[0])
-        elif any(free):
-            own, given = (
-                [cap if no_step is kind else 0 for cap, no_step in zip(caps, free, strict=True)]
-                for kind in (False, True)
-            )
-            drafted, found = Worth(rates, own), Worth(rates, given)
-        else:
-            drafted = Worth(rates, caps)
+        drafted = WorthOfOne(rates[0], caps[0]) if count == 1 else Worth(rates, caps)
         best, kept = none, none if self._depth == 0 else None
         for depth in range(1, max(caps) + 1):
             # Rising depth: the goodput of the shallower choice prices the draft tokens of the deeper one.
-            row_s, price = costs.row_s(depth), best.goodput
+            price = best.goodput
             if highest**depth <= price * least_s and depth > (self._depth or 0):
                 break
-            for least, least_found in ((price * (row_s + costs.another_s), price * row_s), (0.0, 0.0)):
+            for least in (price * (costs.row_s(depth) + costs.another_s), 0.0):
                 counts, tokens = drafted.at(depth, least)
-                more = 0
-                if found is not None:
-                    found_counts, worth = found.at(depth, least_found)
-                    more, tokens = sum(found_counts), tokens + worth
-                seconds = costs.seconds(counts, more, depth)
-                choice = Choice((count + tokens) / seconds, depth, least, least_found)
+                choice = Choice((count + tokens) / costs.seconds(counts, depth), depth, least)
                 if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
                     kept = choice
                 if choice.goodput > best.goodput:
@@ -312,6 +295,35 @@ class DraftLengths:
         """Return the expected seconds of the draft steps of drafts of these lengths."""
         steps = [sum([length > j for length in lengths]) for j in range(max(lengths, default=0))]
         return sum([self.step(going, keys * going / len(lengths)) for going in steps])
+    # -- what is found in the context --------------------------------------------------------------------------
+
+    def row_price(self, count: int, keys: int = 0) -> float:
+        """Return the tokens that another verified row must be worth in a round of `count` requests.
+
+        It is what the requests generate in its time. `keys`: tokens of all contexts together. 0 where the
+        length of drafts is fixed.
+        """
+        if self.fixed is not None:
+            return 0.0
+        return self._gain * (self.plain(2 * count, keys) / self.plain(count, keys) - 1)
+
+    def found_length(
+        self, evidence: Acceptance, found: Found, row_price: float, model: Acceptance, drafted: int
+    ) -> int:
+        """Return the number of found tokens of a request to verify in place of `drafted` ones of the model.
+
+        0: the model's are worth more, or a row is. `evidence` about what is found for the request, and that of
+        the `model`.
+        """
+        if drafted and (model.probed or self.fixed is not None):
+            return 0
+        if self.fixed is not None:
+            return min(self.fixed, len(found.tokens))
+        rival, worth, rate = 0.0, 1.0, model.rate(self.prior) if drafted else 0.0
+        for _ in range(drafted):
+            worth *= rate
+            rival += worth - row_price - self._step_price
+        return self.found.length(evidence, found, row_price, rival)
 
     # -- learning from outcomes --------------------------------------------------------------------------------
 
@@ -323,7 +335,7 @@ class DraftLengths:
         probed = tested > 0 and acceptance.probed
         acceptance.observe(accepted, tested)
         if tested:
-            (acceptance.prior or self.prior).observe(accepted, tested)
+            self.prior.observe(accepted, tested)
         if probed and not self._depth:
             self._count_probe(accepted / self._count)
 

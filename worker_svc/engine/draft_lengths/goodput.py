@@ -19,12 +19,11 @@ class Choice(NamedTuple):
 
     goodput: float
     depth: int
-    least: float  # worth, in tokens, of a draft token that takes a draft step
-    least_found: float  # worth of one that was found in the context
+    least: float  # worth, in tokens, of a draft token
 
 
 class Worth:
-    """Expected tokens by draft length, for requests whose draft tokens cost the same.
+    """Expected tokens by draft length.
 
     The sums are kept by threshold, so that a choice does not visit each request again. A request drafts its
     k-th token if a ** k exceeds the threshold. So, sorted by falling a, the requests that draft k tokens are
@@ -78,16 +77,15 @@ class RoundCosts:
         uneven: float,
         *,
         count: int,
-        drafting: int,
         other_rows: int,
         keys: int,
     ) -> None:
-        """Prepare the costs of `count` requests, of which `drafting` take draft steps.
+        """Prepare the costs of `count` requests.
 
         `round_` and `plain` are the seconds of a round with and without drafts, without its draft steps,
         `step` those of a draft step, each by rows; `uneven`, `other_rows` and `keys` as in `DraftLengths`.
         """
-        self._count, self._drafting, self._rows, self._keys = count, drafting, count + other_rows, keys
+        self._count, self._rows, self._keys = count, count + other_rows, keys
         self._round, self._step, self._uneven = round_, step, uneven
         # Rows that ride along for other requests must be computed in any case.
         self._rode_s = self._round(self._rows, keys) - self._round(count, keys) if other_rows else 0.0
@@ -116,20 +114,24 @@ class RoundCosts:
     @property
     def another_s(self) -> float:
         """Seconds of one more request in a draft step."""
-        many = self._drafting
+        many = self._count
         return (self._step_s(many) - self._step_s(1)) / (many - 1) if many > 1 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a request's share in a draft step of all."""
+        return self._step_s(self._count) / self._count
 
     def least_s(self, deepest: int) -> float:
         """Return the least seconds of a draft token: smallest or largest round, fullest draft step."""
-        row_s = min(self.row_s(1), self.row_s(deepest))
-        return row_s + (self._step_s(self._count) / self._count if self._drafting == self._count else 0.0)
+        return min(self.row_s(1), self.row_s(deepest)) + self.step_s
 
-    def seconds(self, counts: Sequence[int], found: int, depth: int) -> float:
+    def seconds(self, counts: Sequence[int], depth: int) -> float:
         """Return the seconds of a round with draft steps of `counts` requests each.
 
-        `found` draft tokens took no draft step; a request has at most `depth` of them.
+        A request has at most `depth` draft tokens.
         """
-        proposed = sum(counts) + found
+        proposed = sum(counts)
         seconds = self._round_s(proposed) + sum([self._step_s(going) for going in counts[1:] if going])
         if counts and counts[0]:
             seconds += self._step_s(counts[0], FIRST_STEP_ROWS)

@@ -68,7 +68,9 @@ class Commit:
             # The draft was fed the last token and all draft tokens but the last; the accepted ones are
             # context now.
             sequence.draft.length = request.context + min(accepted, drafted - 1)
-        if not request.chunk:
+        if request.found is not None:
+            lengths.found.observe(sequence.found, request.found, block)
+        if not request.chunk and (request.catch_up or not drafted):
             lengths.observe_acceptance(sequence.acceptance, accepted, len(tested_by_position))
         if end.finish is not None:
             sequence.finished = True
@@ -87,6 +89,7 @@ class Commit:
             finish=end.finish,
             cut_characters=end.cut_characters,
             logprobs=tuple(request.logprobs[: end.tokens]),
+            looked_up=drafted > 0 and not request.catch_up,
         )
 
     def _end(self, request: RoundRequest, position: int, block: SequenceOf[int]) -> Cut:

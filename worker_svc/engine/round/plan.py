@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from laps_sd.contract.round_time import prefill_time_s
 from worker_svc.engine.cache.kv import BlockTable
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
+from worker_svc.engine.draft_lengths.found import WORTH_LOOKING
 from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
 from worker_svc.engine.draft_lengths.outlook import Outlook, OutputLengths
 from worker_svc.engine.interface import OutOfBlocks, blocks_needed
@@ -60,40 +61,47 @@ class RoundPlanner:
         ]
         decoding = [request for request in requests if request.decodes]
         plan = RoundPlan(requests, sum([request.context for request in decoding]))
+        by_model = self._plan_drafts(plan, decoding, lengths)
+        left = self._prefill.budget
+        reads = any(request.sequence.draft_lag > FIRST_STEP_ROWS for request in by_model)
+        if reads or len(decoding) < len(requests):
+            rows = len(decoding) + sum([request.draft_len for request in decoding])
+            plain_s = lengths.round_s(rows, plan.keys, drafts=bool(by_model))
+            plain_s += lengths.steps_s([request.draft_len for request in by_model], plan.keys)
+            left = self._draft_budget(self._plan_prefill(plan, plain_s, len(decoding)), lengths)
+        for request in by_model:
+            left -= self._feed_draft(request, left)
+        return plan
+
+    def _plan_drafts(
+        self, plan: RoundPlan, decoding: SequenceOf[RoundRequest], lengths: DraftLengths
+    ) -> list[RoundRequest]:
+        """Choose the draft of each request that decodes. Returns those for which the draft model proposes."""
+        most = self._max_draft_len if lengths.fixed is None else min(lengths.fixed, self._max_draft_len)
+        row_price = lengths.row_price(len(decoding), plan.keys) if decoding else math.inf
         drafting: list[RoundRequest] = []
         caps: list[int] = []
+        looking: list[tuple[RoundRequest, int]] = []
         for request in decoding:
-            cap = self._draft_cap(request)
-            if cap and request.sequence.lookup is not None:
-                request.draft_tokens = self._look_up(request.sequence, cap)
-                cap = len(request.draft_tokens)
+            cap = self._draft_cap(request, most)
             if cap:
-                drafting.append(request)
-                caps.append(cap)
-        # Requests that cannot draft add rows, but have no draft length to choose. Prefill is due in any case.
-        chosen = lengths.lengths(
-            [request.sequence.acceptance for request in drafting], caps, len(decoding) - len(drafting),
-            lambda at: self._outlook(drafting[at].sequence), plan.keys,
-        )  # fmt: skip
-        by_model = [
-            0 if request.draft_tokens else length for request, length in zip(drafting, chosen, strict=True)
-        ]
-        left = self._prefill.budget
-        reads = any(
-            length and request.sequence.draft_lag > FIRST_STEP_ROWS
-            for request, length in zip(drafting, by_model, strict=True)
-        )
-        if reads or len(decoding) < len(requests):
-            plain_s = lengths.round_s(len(decoding) + sum(chosen), plan.keys, drafts=any(by_model))
-            plain_s += lengths.steps_s(by_model, plan.keys)
-            left = self._draft_budget(self._plan_prefill(plan, plain_s, len(decoding)), lengths)
-        for request, length in zip(drafting, chosen, strict=True):
-            if request.draft_tokens:
-                request.draft_tokens = request.draft_tokens[:length]
+                if request.sequence.by_model:
+                    drafting.append(request)
+                    caps.append(cap)
+                if row_price < WORTH_LOOKING and request.sequence.lookup is not None:
+                    looking.append((request, cap))
+        # While a batch is being filled, the requests that generate already are no measure of it: drafts that pay
+        # for a few of them, and for reading their contexts, do not pay for all.
+        if 2 * len(decoding) >= len(plan.requests):
+            # Requests that cannot draft add rows, but have no draft length to choose. Prefill is due in any case.
+            chosen = lengths.lengths(
+                [request.sequence.acceptance for request in drafting], caps, len(decoding) - len(drafting),
+                lambda at: self._outlook(drafting[at].sequence), plan.keys,
+            )  # fmt: skip
+            for request, length in zip(drafting, chosen, strict=True):
                 request.draft_len = length
-            elif length:
-                left -= self._feed_draft(request, length, left)
-        return plan
+        self._look_up(looking, lengths, row_price)
+        return [request for request in drafting if request.draft_len and not request.draft_tokens]
 
     def _plan_prefill(self, plan: RoundPlan, plain_s: float, decoding: int) -> float:
         """Plan the context to compute with `decoding` requests whose part of the round takes `plain_s` seconds.
@@ -118,23 +126,43 @@ class RoundPlanner:
             return most
         return max(min(LEAST_CHUNK, most), int(seconds / read_s))
 
-    def _draft_cap(self, request: RoundRequest) -> int:
+    def _draft_cap(self, request: RoundRequest, most: int) -> int:
         """Return the longest useful draft of a request that decodes.
 
-        It is at most the request's own cap, and one less than its remaining tokens, because the target adds
+        It is at most `most`, the request's own cap, and one less than its remaining tokens, because the target adds
         one.
         """
-        sequence, most = request.sequence, self._max_draft_len
-        if self._pair.draft is None and sequence.lookup is None:
+        sequence = request.sequence
+        if not (sequence.by_model or sequence.lookup is not None):
             return 0
         own = sequence.spec.max_draft_len
         cap = most if own is None else min(own, most)
         return max(0, min(cap, sequence.spec.max_tokens - sequence.output_length - 1))
 
-    def _look_up(self, sequence: Sequence, cap: int) -> list[int]:
-        """Return at most `cap` draft tokens found in the context, up to an end, that its format allows."""
-        assert sequence.lookup is not None
-        found = sequence.lookup.propose(sequence.tokens, cap)
+    def _look_up(
+        self, looking: SequenceOf[tuple[RoundRequest, int]], lengths: DraftLengths, row_price: float
+    ) -> None:
+        """Find draft tokens in the context of these requests, for each at most the number beside it.
+
+        They replace the model's where they gain more. `row_price`: tokens that a row must be worth.
+        """
+        for request, cap in looking:
+            sequence = request.sequence
+            assert sequence.lookup is not None
+            found = sequence.lookup.look(sequence.tokens, cap)
+            if found is None:
+                continue
+            request.found = found
+            length = lengths.found_length(
+                sequence.found, found, row_price, sequence.acceptance, request.draft_len
+            )
+            if length:
+                usable = self._usable(sequence, found.tokens[:length])
+                if usable:
+                    request.draft_tokens, request.draft_len = usable, len(usable)
+
+    def _usable(self, sequence: Sequence, found: list[int]) -> list[int]:
+        """Return the first of the found tokens, up to an end, that the format allows."""
         if sequence.format is not None:
             found = found[: sequence.format.valid(found)]
         end = cut(sequence.spec, sequence.output_length, found, self._pair.eos_ids, None, ())
@@ -145,17 +173,17 @@ class RoundPlanner:
         to_come = min(sequence.spec.max_tokens - output, self._output_lengths.to_come(output))
         return Outlook(to_come, max(0, sequence.draft_lag - FIRST_STEP_ROWS))
 
-    def _feed_draft(self, request: RoundRequest, length: int, left: int) -> int:
-        """Plan `length` tokens of the draft model; return what its prefill takes of the `left` budget."""
+    def _feed_draft(self, request: RoundRequest, left: int) -> int:
+        """Plan what the draft model reads before it proposes; return what that takes of the `left` budget."""
         lag = request.sequence.draft_lag
         # After full acceptance the draft lacks one entry more. Where that matters all requests read the same
         # number of tokens, so that they run as one batch.
         feed = min(max(lag, self._least_feed), request.context)
         if lag <= FIRST_STEP_ROWS or feed <= left:
-            request.draft_len, request.catch_up = length, feed
+            request.catch_up = feed
         else:
             # Its context does not fit this round's budget: the draft catches up first, and proposes later.
-            request.catch_up = left
+            request.draft_len, request.catch_up = 0, left
         return request.catch_up if lag > FIRST_STEP_ROWS else 0
 
     def hold(self, requests: SequenceOf[RoundRequest]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker_svc.engine.interface import TokenLogprobs
+from worker_svc.engine.proposers.lookup import Found
 from worker_svc.engine.sequence import Sequence
 
 
@@ -34,6 +35,8 @@ class RoundRequest:
     looked_at: bool = False
 
     # -- drafted
+    # Tokens found in its context, whether they are drafted or not.
+    found: Found | None = None
     # Draft tokens: found by prompt lookup while the round is planned, or proposed by the draft model; empty
     # until verification where they stay on the device.
     draft_tokens: list[int] = field(default_factory=list)
