@@ -1,5 +1,5 @@
-"""Writes quantised checkpoints of small random models, in the formats of GPTQ, AWQ and GGUF, and what they stand for: the
-dequantised model, for transformers."""
+"""Writes quantised checkpoints of small random models, in the formats of GPTQ, AWQ and GGUF, and their dequantised models for
+transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 Packer = Callable[[torch.Tensor, torch.Generator], tuple[dict[str, torch.Tensor], torch.Tensor]]
-"""Returns the tensors of a layer with such a weight [out, in], and the weight they stand for."""
+"""Returns the tensors of a layer with such a weight [out, in], and the dequantised weight."""
 
 
 def words(codes: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _quantised(
     *,
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes [out, in], zero points and scales [out, groups], and the weight that they stand for."""
+    """Return codes [out, in], zero points and scales [out, groups], and the dequantised weight."""
     half = 2 ** (bits - 1)
     scales = (
         weight.abs().max()

@@ -18,6 +18,7 @@ from tests.worker.packed import Packer, awq, gptq, write_gguf, write_packed
 from tests.worker.pairs import load_pair
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
+from worker_svc.engine.models.load import end_of_sequence_ids
 from worker_svc.engine.quantisation.checkpoint import load_quantised
 from worker_svc.engine.quantisation.linear import QuantisedLinear
 
@@ -64,6 +65,15 @@ def test_a_gptq_or_awq_checkpoint_generates_what_its_dequantised_weights_do(
     packer, described = {**KEPT, **DEQUANTISED}[name]
     packed, dequantised = write_packed(pair[0], tmp_path, packer, described)
     assert_text_of(dequantised, packed, packed)
+
+
+def test_tokens_that_end_a_text_are_those_of_the_generation_config(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    packed, _ = write_packed(pair[0], tmp_path, *KEPT["awq"])
+    (packed / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    model = load_quantised(packed, dtype=torch.float32, trust_remote_code=False)
+    assert end_of_sequence_ids(model) == {5, 7}
 
 
 def test_layers_that_do_not_fit_are_said_and_may_be_quantised_again(

@@ -82,7 +82,7 @@ def test_the_check_at_loading_finds_rows_in_a_wrong_order(
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def damaged(weight: Quantised) -> torch.Tensor:
         return kernels_blocks(weight) ^ 1
@@ -90,3 +90,4 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     kernels_blocks = kernels.blocks
     monkeypatch.setattr(kernels, "blocks", damaged)
     assert "all layers by the kernels" not in load_pair(pair[0], quantization="int8").facts[1]
+    assert "the kernels compute something else" in caplog.text

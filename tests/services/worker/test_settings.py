@@ -65,6 +65,8 @@ def test_settings_come_from_the_environment() -> None:
         ({"engine": "vllm", "vllm_args": '{"model": "x"}', "target": "y"}, "exclude each other"),
         ({"engine": "vllm", "vllm_residents": 7}, "LAPS_SD_VLLM_RESIDENTS must be at least LAPS_SD_SLOTS"),
         ({"engine": "vllm", "deterministic": True}, "LAPS_SD_DETERMINISTIC is not for LAPS_SD_ENGINE=vllm"),
+        ({"engine": "vllm", "quantization": "int8"}, "LAPS_SD_QUANTIZATION is not for LAPS_SD_ENGINE=vllm"),
+        ({"quantization": "int3"}, "LAPS_SD_QUANTIZATION"),
     ],
 )
 def test_a_wrong_setting_is_named(values: dict[str, object], names: str) -> None:

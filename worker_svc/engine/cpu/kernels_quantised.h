@@ -149,7 +149,7 @@ INLINE void sum_groups(int half, const word *x, int64_t rows, const Blocks *bloc
     }
 }
 
-static const float zeros[PANEL];
+static const float zeros[4 * PANEL]; /* a bias for as many panels as go together */
 
 /* One group of a panel against a few rows: w [words, PANEL], own and to of the first row. `ahead`: what is read next. */
 INLINE void multiply_group(int half, int rows, const word *x, int64_t in, const word *w, const Blocks *blocks, const uint8_t *block,

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 PANEL = 32  # outputs of a product whose weights lie together; of kernels.h
 LINE = 64  # bytes; of kernels.h
 GROUP_GRAIN, MOST_GROUP = 32, 256  # groups are multiples of the first, and not larger than the second
-LARGEST = {8: 127, 4: 7}  # number of so many bits; the least is its negative, and -8
+LARGEST = {8: 127, 4: 7}  # number by bits; the least is its negative, and -8
 SHRINKS = (
     1.0,
     0.93,
@@ -69,7 +69,7 @@ class Quantised:
         return torch.cat([x.float() @ part.dequantised().T for part in parts], -1)
 
     def split(self, rows: int) -> list[Quantised]:
-        """Return so many rows of the weight, and as many more, to its last; the numbers are shared."""
+        """Return the weight in parts of `rows` rows, which share its numbers."""
         firsts = range(0, self.shape[0], rows)
         return [self.at(slice(first, first + rows)) for first in firsts]
 
@@ -99,12 +99,12 @@ def stacked(parts: Sequence[Quantised]) -> Quantised:
 
 
 def group_of(width: int, largest: int) -> int:
-    """Return the largest group of at most `largest` that divides so many inputs; 0: there is none."""
+    """Return the largest group of at most `largest` inputs that divides `width`; 0: there is none."""
     return next((size for size in range(largest, 0, -GROUP_GRAIN) if width % size == 0), 0)
 
 
 def quantise(weight: torch.Tensor, bits: int, group: int) -> Quantised:
-    """Return the nearest weight of so many bits, [out, in] as the given one; `group` divides `in`."""
+    """Return the nearest weight of `bits` bits, [out, in] as the given one; `group` divides `in`."""
     quantised, rows = _quantised_8 if bits == 8 else _quantised_4, _rows_at_once(weight.shape[1])
     parts = []
     for first in range(0, weight.shape[0], rows):

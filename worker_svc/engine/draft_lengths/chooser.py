@@ -295,6 +295,7 @@ class DraftLengths:
         """Return the expected seconds of the draft steps of drafts of these lengths."""
         steps = [sum([length > j for length in lengths]) for j in range(max(lengths, default=0))]
         return sum([self.step(going, keys * going / len(lengths)) for going in steps])
+
     # -- what is found in the context --------------------------------------------------------------------------
 
     def row_price(self, count: int, keys: int = 0) -> float:

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cpu import kernels
-from worker_svc.engine.cpu.quantised import Quantised, stacked
+from worker_svc.engine.cpu.quantised import PANEL, Quantised, stacked
 from worker_svc.engine.models.attention import attend_rows
 from worker_svc.engine.models.hidden import HiddenRows
 from worker_svc.engine.models.linears import KernelLinear, LinearStore, Product
@@ -275,8 +275,10 @@ class LeanModel:
         """Return True if `kernels` compute all of a model that is served, once they compute its attention."""
         hidden, inner = model.config.hidden_size, model.config.intermediate_size
         outputs = (hidden, 2 * inner, (heads + 2 * kv_heads) * size)
-        whole = not any(count % kernels.PANEL for count in outputs)
-        return whole and not inner % kernels.GRAIN and kernels.multiply(model.lm_head.weight)
+        whole = not any(count % PANEL for count in outputs)
+        head = model.lm_head.weight
+        served = isinstance(head, Quantised) or kernels.multiply(head)
+        return whole and not inner % kernels.GRAIN and served
 
     def forward(
         self,

@@ -18,6 +18,7 @@ not used.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -152,6 +153,11 @@ class LinearStore:
                 not self._deterministic or rows_are_independent(layer, weight.shape, self._dtype, 1)
             )
             self._chosen[key] = KernelLinear if sound else None
+            if not sound:
+                logging.getLogger(__name__).warning(
+                    "weights of %d x %d in %s are multiplied by torch's operators, many times slower: the kernels compute something else",
+                    *weight.shape, weight.name,
+                )  # fmt: skip
         if self._chosen[key] is not None:
             return KernelLinear(weight, bias, self._dtype)
         self.independent = False
