@@ -97,6 +97,15 @@ def test_a_victim_goes_as_soon_as_it_is_free_and_not_when_all_are() -> None:
     assert reconcile(seen(1, 3, pods=found, workers=workers)) == [Release("c"), Scale(2)]
 
 
+def test_a_busy_pod_after_its_drain_time_waits_for_an_idle_one() -> None:
+    found = (*pods("a", "b"), *pods("c", chosen_s=100.0 - DRAIN_S))
+    workers = (Worker(name="a", requests=3), Worker(name="b"), Worker(name="c", requests=1, draining=True))
+
+    actions = reconcile(seen(1, 3, pods=found, workers=workers))
+
+    assert actions == [Mark("b", 100.0), Drain("b")]
+
+
 def test_a_released_pod_whose_worker_is_busy_again_is_only_marked() -> None:
     """Otherwise Kubernetes would take it in place of the next free one."""
     found = (*pods("a"), *pods("b", chosen_s=95.0, released=True), *pods("c", chosen_s=96.0))

@@ -181,7 +181,13 @@ def _shrink(seen: Seen, alive: list[Pod], wanted: int) -> Iterator[Action]:
     for pod in alive:
         if pod.chosen_s is not None and pod.name not in going:
             yield Spare(pod.name)
-    leaving = {pod.name for pod in chosen if pod.chosen_s is not None and _may_go(pod, seen)}
+    # A busy pod after its drain time waits for an idle pod that is marked only now.
+    idle_first = any(pod.chosen_s is None and _is_free(pod, seen) for pod in chosen)
+    leaving = {
+        pod.name
+        for pod in chosen
+        if pod.chosen_s is not None and (_is_free(pod, seen) or (_is_overdue(pod, seen) and not idle_first))
+    }
     for pod in chosen:
         if pod.chosen_s is None:
             yield Mark(pod.name, seen.now_s)
@@ -232,10 +238,6 @@ def _is_free(pod: Pod, seen: Seen) -> bool:
     if seen.workers is None:
         return False
     return all(worker.requests == 0 for worker in seen.workers if worker.name == pod.name)
-
-
-def _may_go(pod: Pod, seen: Seen) -> bool:
-    return _is_free(pod, seen) or _is_overdue(pod, seen)
 
 
 def _is_overdue(pod: Pod, seen: Seen) -> bool:
