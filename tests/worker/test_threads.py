@@ -27,11 +27,12 @@ from tests.worker.test_kernels import (
     random,
     width,  # noqa: F401  each width of vectors
 )
+from tests.worker.test_kernels_choose import chosen_by_both
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.models.plan import KernelPlanner, Piece
-from worker_svc.engine.sampling.noise import Noise
+from worker_svc.engine.sampling.noise import Noise, NoiseOfRows
 
 COUNTS = (1, 2, 3, 4)
 TASKS = Path("/proc/self/task")
@@ -139,6 +140,15 @@ def test_choices_and_noise_are_the_same(settings: list[Sampling], rows: int) -> 
     kinds, _ = choosing_for(settings, rows, vocabulary)
     choosing = None if kinds.plain else for_kernels(kinds, noise)
     same_for_all_counts(lambda: [torch.tensor(kernels.choose(logits, list(range(rows)), choosing))])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=0.95, top_k=40), Sampling(1.0, top_p=0.95)])
+def test_restricted_choices_and_noise_of_some_rows_are_the_same(sampling: Sampling) -> None:
+    vocabulary, some = 20_011, [1, 4, 5]
+    logits = random(16, vocabulary) * 3
+    same_for_all_counts(lambda: [torch.tensor(chosen_by_both(logits, [sampling] * 16, vocabulary)[0])])
+    keys = [7 * row + 1 for row in range(6)]
+    same_for_all_counts(lambda: [NoiseOfRows(Noise(vocabulary), keys).of(some)[some]])
 
 
 class Work:

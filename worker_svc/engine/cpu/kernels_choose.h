@@ -65,26 +65,25 @@ STEP void noise_of(uint64_t key, const uint32_t *weyl, int64_t count, float *out
     }
 }
 
-/* Noise of some of the rows of out [.., vocabulary]; keys: of all rows; rows: the numbers of `count` of them; missing: the first `count`. */
+/* Noise of some of the rows of out [.., vocabulary]. */
 typedef struct {
-    const uint64_t *keys;
-    const int64_t *rows;
+    const uint64_t *keys; /* of all rows */
+    const int64_t *rows;  /* the numbers of `count` of them; missing: the first `count` */
     int64_t count;
     const uint32_t *weyl;
     int64_t vocabulary;
     float *out;
 } Gumbel;
 
-/* The rows count as one behind the other, and a share may begin and end within one. */
+/* A share may begin and end within a row. */
 TARGET
 static void gumbel_part(const void *given, int64_t part, int64_t parts) {
     const Gumbel *step = given;
     const int64_t all = step->count * step->vocabulary, last = share(all, LANES, part + 1, parts);
-    for (int64_t at = share(all, LANES, part, parts); at < last;) {
+    for (int64_t at = share(all, LANES, part, parts), next; at < last; at = next) {
         const int64_t i = at / step->vocabulary, row = step->rows ? step->rows[i] : i, first = at - i * step->vocabulary;
-        const int64_t left = last - at, count = left < step->vocabulary - first ? left : step->vocabulary - first;
-        noise_of(step->keys[row], step->weyl + first, count, step->out + row * step->vocabulary + first);
-        at += count;
+        next = (i + 1) * step->vocabulary < last ? (i + 1) * step->vocabulary : last;
+        noise_of(step->keys[row], step->weyl + first, next - at, step->out + row * step->vocabulary + first);
     }
 }
 
