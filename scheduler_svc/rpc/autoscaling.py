@@ -116,8 +116,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         for key in scaled.scalerMetadata:
             if key not in METADATA and key not in OF_KEDA:
                 raise InvalidArgument(
-                    "scalerMetadata",
-                    f"has {key[:80]!r}, which has no meaning here; there are: {', '.join(METADATA)}",
+                    "scalerMetadata", f"must have no key but {', '.join(METADATA)}, got {key[:80]!r}"
                 )
         wanted, own = scaled.scalerMetadata.get("pool", ""), self._leadership.settings.pool
         if wanted and wanted != own:

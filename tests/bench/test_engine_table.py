@@ -233,7 +233,7 @@ def test_our_engine_runs_through_beside_peers_that_are_not_there(
         (name, task) for name in (OURS, *PRECISIONS["float32"]) for task in ("batch 2", PREFILL)
     }
     assert all(rows[OURS, task]["tokens_per_s"] > 0 for task in ("batch 2", PREFILL))
-    assert rows[OURS, "batch 2"]["version"].startswith("cpu, 1 thread; ")
+    assert rows[OURS, "batch 2"]["version"].startswith("cpu, 1 thread, float32; ")
     assert all(
         "No such file" in rows[name, "batch 2"]["not_run"] for name in ("openvino", "vllm", "llamacpp")
     )

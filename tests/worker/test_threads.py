@@ -281,7 +281,8 @@ def test_the_demo_pair_generates_the_same_text_and_is_the_same_engine(dtype: str
             draft_len=4, prefill_chunk=64,
         )  # fmt: skip
         assert (
-            f"cpu, {threads} thread{'s' * (threads > 1)}; all layers by the kernels in C" in engine.facts[1]
+            f"cpu, {threads} thread{'s' * (threads > 1)}, {dtype}; all layers by the kernels in C"
+            in engine.facts[1]
         )
         found.append((engine.fingerprint, finish_all(engine, specs, rotate("swap"))[0]))
     assert all(one == found[0] for one in found)

@@ -157,7 +157,10 @@ async def test_before_anything_is_learnt_a_standby_counts_a_second_for_each_requ
         ({"targetBacklogSeconds": "nan"}, "must be a number from 0.001 to 1000000"),
         ({"targetBacklogSeconds": "1e7"}, "must be a number from 0.001 to 1000000"),
         ({"targetLoad": "1.01"}, "targetLoad must be a number from 0.001 to 1, got '1.01'"),
-        ({"targetBacklogsSeconds": "5"}, "has 'targetBacklogsSeconds', which has no meaning here"),
+        (
+            {"targetBacklogsSeconds": "5"},
+            "must have no key but pool, targetLoad, targetBacklogSeconds, got 'targetBacklogsSeconds'",
+        ),
     ],
 )
 async def test_a_trigger_that_makes_no_sense_is_told_why(

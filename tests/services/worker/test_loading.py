@@ -114,10 +114,10 @@ def test_without_vllm_the_sentence_names_the_environment(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "engine: cpu, 3 threads; all layers"),
-        ({"threads": 2}, "engine: cpu, 2 threads; all layers"),
-        ({"threads": 1}, "engine: cpu, 1 thread; all layers"),
-        ({"pin_threads": True}, "engine: cpu, 3 threads on cores 0, 1, 2; all layers"),
+        ({}, "engine: cpu, 3 threads, float32; all layers"),
+        ({"threads": 2}, "engine: cpu, 2 threads, float32; all layers"),
+        ({"threads": 1}, "engine: cpu, 1 thread, float32; all layers"),
+        ({"pin_threads": True}, "engine: cpu, 3 threads on cores 0, 1, 2, float32; all layers"),
     ],
 )
 def test_a_worker_computes_with_as_many_threads_as_it_has_cores_and_says_so(
