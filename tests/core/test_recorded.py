@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler_svc.core.commands import Commit, Rank
-from scheduler_svc.core.events import Arrived, WorkerDraining, WorkerUp
+from scheduler_svc.core.events import Arrived, Recovered, WorkerDraining, WorkerLost, WorkerUp
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state.request import ALONE_AFTER
 from tests.core.test_scheduler import W, core, did, report, request
 
 
@@ -66,3 +67,26 @@ def test_they_count_once() -> None:
         scheduler.step(3.0, [report(did("a", 0, 3, recorded=True))])
 
     assert emitted(scheduler, "a") == 3
+
+
+def test_they_count_where_no_worker_can_hold_the_request() -> None:
+    scheduler = core()
+    scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
+    scheduler.step(2.0, [WorkerLost("w")])
+
+    scheduler.step(3.0, [report(did("a", 0, 3, recorded=True))])
+
+    assert emitted(scheduler, "a") == 3
+    scheduler.check()
+
+
+def test_they_count_where_the_request_waits_to_run_alone() -> None:
+    scheduler = core()
+    died = Recovered(request("a"), 0, 0, 0, 0, 0.0, 0, None, 1, deaths=ALONE_AFTER)
+    scheduler.step(1.0, [died])
+    assert scheduler.has_suspects
+
+    scheduler.step(2.0, [report(did("a", 0, 3, recorded=True))])
+
+    assert emitted(scheduler, "a") == 3
+    scheduler.check()

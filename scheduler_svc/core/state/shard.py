@@ -149,7 +149,7 @@ class Shard:
             worker = self.workers[request.worker]
             worker.reorder()
             self.touched[request.worker] = self.worker_orders.cut_may_differ[request.worker] = worker
-        else:  # parked requests are not ranked again
+        elif request.request_id not in self.parked and request.request_id not in self.suspects:
             self.queued.remove(before)
             self.queued.add(request.order_key)
 
