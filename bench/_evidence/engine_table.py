@@ -28,6 +28,8 @@ def engine_table(path: Path) -> Iterator[str]:
     yield "*prefill* is one prompt, up to its first token. Of each precision of weights ours is the first row, and what it gains over bfloat16 the last."
     yield f"{', '.join(f'{NAMES[engine]} {version}' for engine, version in versions.items() if engine != OURS)}; ours: {versions.get(OURS)}."
     for model in about["models"]:
+        if all(row["model"] != model for row in rows):
+            continue  # it was not asked for
         yield from ("", f"**{heading(about, model)}.**")
         here = [row for row in rows if row["model"] == model and row["comparison"] != BY_THREADS]
         for threads in sorted({row["threads"] for row in here}):
