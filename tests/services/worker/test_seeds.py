@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from laps_sd.errors import StartupError
-from tests.helpers import free_port
 from tests.services.worker.harness import scheduler, worker
 from worker_svc.link.seeds import MAX_FILE_BYTES, SchedulerSeeds
 from worker_svc.settings import WorkerSettings
@@ -64,9 +63,9 @@ def test_a_change_that_cannot_be_used_keeps_the_addresses(tmp_path: Path) -> Non
 
 async def test_a_worker_finds_a_scheduler_that_the_file_names_later(tmp_path: Path) -> None:
     path = tmp_path / "seeds"
-    path.write_text(f"127.0.0.1:{free_port()}")
+    path.write_text("127.0.0.1:1")
 
-    async with worker("127.0.0.1:1", scheduler_seeds_file=path) as w, scheduler() as s:
+    async with scheduler() as s, worker("127.0.0.1:1", scheduler_seeds_file=path) as w:
         path.write_text(s.address)
         await s.accept()
 
