@@ -2,25 +2,29 @@
      nothing refused: docs/kubernetes.md says what each of them loses. `acceptLosses` names those that are meant. */}}
 
 {{- define "laps-sd.validateLosses" -}}
-{{- include "laps-sd.validateShards" . -}}
-{{- include "laps-sd.validateRecord" . -}}
+{{- $ours := list -}}
+{{- range $one := (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items | default list -}}
+{{- $labels := $one.metadata.labels | default dict -}}
+{{- if and (eq (get $labels "app.kubernetes.io/name") "laps-sd") (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) }}{{ $ours = append $ours $one }}{{ end -}}
+{{- end -}}
+{{- include "laps-sd.validateShards" (dict "root" . "found" $ours) -}}
+{{- include "laps-sd.validateRecord" (dict "root" . "found" $ours) -}}
 {{- include "laps-sd.validateClaim" . -}}
 {{- end -}}
 
-{{/* Every shard that has schedulers in the cluster is still wanted, or has been draining. */}}
+{{/* Every shard that has schedulers in the cluster is still wanted, or has been draining. Arguments: root, found (the release's StatefulSets). */}}
 {{- define "laps-sd.validateShards" -}}
-{{- $root := . -}}
+{{- $root := .root -}}
 {{- $wanted := list -}}
 {{- $pools := list -}}
-{{- range $given := .Values.pools -}}
+{{- range $given := $root.Values.pools -}}
 {{- $pool := include "laps-sd.pool" (dict "root" $root "pool" $given) | fromJson -}}
 {{- $pools = append $pools $pool.name -}}
 {{- range $shard := include "laps-sd.shards" (dict "root" $root "pool" $pool) | fromJsonArray }}{{ $wanted = append $wanted $shard.name }}{{ end -}}
 {{- end -}}
-{{- $found := (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items | default list -}}
-{{- range $one := $found -}}
-{{- $labels := $one.metadata.labels | default dict -}}
-{{- $ours := eq (list (get $labels "app.kubernetes.io/name") (get $labels "app.kubernetes.io/instance") (get $labels "app.kubernetes.io/component") | join " ") (printf "laps-sd %s scheduler" $root.Release.Name) -}}
+{{- range $one := .found -}}
+{{- $labels := $one.metadata.labels -}}
+{{- $ours := eq (get $labels "app.kubernetes.io/component") "scheduler" -}}
 {{- $shard := get $labels "laps-sd.dev/shard" -}}
 {{- $pool := get $labels "laps-sd.dev/pool" -}}
 {{- if and $ours $shard (not (has $shard $wanted)) -}}
@@ -46,17 +50,15 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Arguments as above. */}}
 {{- define "laps-sd.validateRecord" -}}
-{{- $root := . -}}
-{{- $place := include "laps-sd.recordPlace" . -}}
-{{- range $one := (lookup "apps/v1" "StatefulSet" .Release.Namespace "").items | default list -}}
-{{- $labels := $one.metadata.labels | default dict -}}
-{{- if and (eq (get $labels "app.kubernetes.io/name") "laps-sd") (eq (get $labels "app.kubernetes.io/instance") $root.Release.Name) -}}
-{{- $component := get $labels "app.kubernetes.io/component" -}}
+{{- $root := .root -}}
+{{- $place := include "laps-sd.recordPlace" $root -}}
+{{- range $one := .found -}}
+{{- $component := get $one.metadata.labels "app.kubernetes.io/component" -}}
 {{- $before := ternary "bundled" (dig "metadata" "annotations" "laps-sd.dev/record" "" $one) (eq $component "redis") -}}
 {{- if and $before (ne $before $place) (not (has "record" $root.Values.acceptLosses)) -}}
 {{- fail (printf "The record would change from %q to %q: the schedulers would find none of the unfinished requests and results of the old one%s. If the new one has the same content, or all requests have ended, set acceptLosses=[record]." $before $place (ternary ", whose server this upgrade removes" "" (eq $before "bundled"))) -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

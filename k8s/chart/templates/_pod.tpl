@@ -109,17 +109,9 @@ securityContext: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* What users add to a component: nothing unless they do. Argument: values of the component. */}}
-{{- define "laps-sd.extraEnv" -}}
-{{- with .extraEnv }}{{ toYaml . }}{{ end -}}
-{{- end -}}
-
-{{- define "laps-sd.extraVolumeMounts" -}}
-{{- with .extraVolumeMounts }}{{ toYaml . }}{{ end -}}
-{{- end -}}
-
-{{- define "laps-sd.extraVolumes" -}}
-{{- with .extraVolumes }}{{ toYaml . }}{{ end -}}
+{{/* What users add to a list of a component; nothing unless they do. Argument: the list. */}}
+{{- define "laps-sd.more" -}}
+{{- with . }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
 {{/* Health is served on a port of its own: Kubernetes' gRPC probes speak no TLS. Arguments: ready (health name for readiness); perhaps
@@ -140,6 +132,11 @@ readinessProbe:
   grpc: {port: 50050, service: {{ .ready }}}
   periodSeconds: 2
   timeoutSeconds: 2
+{{- end -}}
+
+{{/* "yes" where an autoscaler decides the number of workers. Arguments: root, scaling (values). */}}
+{{- define "laps-sd.scaled" -}}
+{{- if or .scaling.hpa (include "laps-sd.wanted" (dict "root" .root "mode" .scaling.keda "api" "keda.sh/v1alpha1")) }}yes{{ end -}}
 {{- end -}}
 
 {{/* How many of a Deployment. Where a scaler decides, as many as there are: without a number Kubernetes takes one, and an upgrade

@@ -86,7 +86,7 @@ spec:
         - name: HOME
           value: {{ ternary "/cache" "/tmp" $vllm }}
         {{- include "laps-sd.settings" $values.settings | nindent 8 }}
-        {{- include "laps-sd.extraEnv" $values | nindent 8 }}
+        {{- include "laps-sd.more" $values.extraEnv | nindent 8 }}
       ports:
         - {name: health, containerPort: 50050}
         - {name: metrics, containerPort: 9090}
@@ -103,7 +103,7 @@ spec:
           {{- end }}
         {{- end }}
       volumeMounts:
-        {{- include "laps-sd.extraVolumeMounts" $values | nindent 8 }}
+        {{- include "laps-sd.more" $values.extraVolumeMounts | nindent 8 }}
         - {name: tmp, mountPath: /tmp}
         - {name: shared-memory, mountPath: /dev/shm}
         - {name: schedulers, mountPath: /etc/laps-sd/schedulers, readOnly: true}
@@ -117,7 +117,7 @@ spec:
         - {name: link-tls, mountPath: /etc/laps-sd/link-tls, readOnly: true}
         {{- end }}
   volumes:
-    {{- include "laps-sd.extraVolumes" $values | nindent 4 }}
+    {{- include "laps-sd.more" $values.extraVolumes | nindent 4 }}
     - name: tmp
       emptyDir: {}
     - name: shared-memory
