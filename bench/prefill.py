@@ -29,13 +29,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench._shapes import Shape, random_model
+from bench._shapes import PAIRS, Shape, random_model
 from bench.report import finish, progress, table
 
 SMALL = Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_size=64, inner=1536, vocab=49152)
 """SmolLM-135M's."""
-TINY = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_size=16, inner=128, vocab=256)
-SHAPES = {"135m": SMALL, "tiny": TINY}
+SHAPES = {"135m": SMALL, "tiny": PAIRS["tiny"][0]}
 PLAIN_ROUNDS = 24
 """Rounds without context on either side of the prompts, from which the time of such a round is known."""
 GOAL_GAP = 4.0

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench._shapes import Shape, random_model
+from bench._shapes import PAIRS, random_model
 from bench.report import Interval, about, finish, progress, ratio_interval, table
 
 NONE = "none"
 CHIEF = "top-p 0.95, top-k 40"
 GOAL = 0.97
-HALF_B = Shape(layers=24, hidden=896, heads=14, kv_heads=2, head_size=64, inner=4864, vocab=151936)
+HALF_B = PAIRS["qwen2.5-0.5b"][0]
 SPREAD = 3.0
 MAX_LENGTH = 512
 PROMPT_TOKENS = 16

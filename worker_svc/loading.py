@@ -102,10 +102,8 @@ def _threads(settings: WorkerSettings) -> tuple[int, tuple[int, ...]]:
     """Return the number of threads, and a CPU for each if they are to be pinned. Raises StartupError."""
     usable = usable_cores()
     threads = settings.threads or (1 if settings.engine == "vllm" else usable.threads)
-    if threads > usable.most_threads:
-        raise StartupError(
-            f"LAPS_SD_THREADS must be at most {usable.most_threads}, the CPUs that this process may use, got {threads}."
-        )
+    if excess := usable.excess(threads):
+        raise StartupError(f"LAPS_SD_THREADS {excess}.")
     return threads, usable.cpus[:threads] if settings.pin_threads else ()
 
 

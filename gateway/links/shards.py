@@ -24,13 +24,13 @@ import re
 import secrets
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
 from gateway.links.request_ids import shard_of
 from gateway.settings import GatewaySettings
 from laps_sd.errors import LapsSdError, NotFound, StartupError, Unavailable
+from laps_sd.service.files import read_bounded
 from laps_sd.service.log import get_logger
 from laps_sd.service.wire import seed_problems
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -113,7 +113,7 @@ class Shards:
             places = [ShardPlace(settings.shard, settings.scheduler_seeds)]
         else:
             try:
-                self._text = _read(settings.shards_file)
+                self._text = read_bounded(settings.shards_file, MAX_FILE_BYTES)
                 places = parse_shards(self._text)
             except (OSError, ValueError) as error:
                 raise StartupError(
@@ -272,7 +272,7 @@ class Shards:
         if path is None:
             return
         try:
-            text = _read(path)
+            text = read_bounded(path, MAX_FILE_BYTES)
         except OSError as error:
             text = f"# unreadable: {error}"
         if text != self._text:
@@ -301,11 +301,3 @@ class Shards:
                 link.seeds = list(place.seeds)
         self._draining = {place.shard for place in places if place.draining}
         self._draining |= {shard for shard in self._links if shard not in self._named}
-
-
-def _read(path: Path) -> str:
-    with path.open("rb") as file:
-        octets = file.read(MAX_FILE_BYTES + 1)
-    if len(octets) > MAX_FILE_BYTES:
-        raise OSError(f"it is larger than {MAX_FILE_BYTES} bytes")
-    return octets.decode(errors="replace")

@@ -350,10 +350,8 @@ def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int,
     usable = usable_cores()
     if wanted is None:
         return 1 if engine == "vllm" else max(1, usable.threads // max(1, workers)), ""
-    if wanted > usable.most_threads:
-        raise StartupError(
-            f"--threads must be at most {usable.most_threads}, the CPUs that this process may use, got {wanted}."
-        )
+    if excess := usable.excess(wanted):
+        raise StartupError(f"--threads {excess}.")
     if wanted > 1 and wanted * workers > usable.most_threads:
         return (
             wanted,

@@ -34,6 +34,12 @@ class Cores:
         """Number of threads that can run at the same time."""
         return max(1, math.ceil(min(len(self.cpus), self.quota)))
 
+    def excess(self, threads: int) -> str:
+        """Return the end of a sentence about a number of threads that cannot run at the same time; empty if they can."""
+        if threads <= self.most_threads:
+            return ""
+        return f"must be at most {self.most_threads}, the CPUs that this process may use, got {threads}"
+
 
 def usable_cores(system: Path = Path("/")) -> Cores:
     """Return what this process may use now. `system`: directory that contains `proc` and `sys`."""

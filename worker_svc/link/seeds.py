@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laps_sd.errors import StartupError
+from laps_sd.service.files import read_bounded
 from laps_sd.service.log import get_logger
 from laps_sd.service.wire import seed_problems
 from worker_svc.settings import WorkerSettings
 
 MAX_FILE_BYTES = 65_536
 
-log = get_logger("laps_sd.worker")
+log = get_logger(__name__)
 
 
 class SchedulerSeeds:
@@ -59,11 +60,7 @@ def read_seeds(path: Path) -> tuple[str, ...]:
 
     Raises OSError if it cannot be read, ValueError with the rest of a sentence if it does not hold addresses.
     """
-    with path.open("rb") as file:
-        octets = file.read(MAX_FILE_BYTES + 1)
-    if len(octets) > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-    lines = octets.decode("utf-8", "replace").splitlines()
+    lines = read_bounded(path, MAX_FILE_BYTES).splitlines()
     seeds = tuple(" ".join(line.partition("#")[0] for line in lines).replace(",", " ").split())
     for problem in seed_problems(seeds):
         raise ValueError(f"it {problem}")

@@ -123,7 +123,7 @@ class Operator:
         name = (after or before or {})["metadata"]["name"]
         if name in self._tasks:
             # A change of the status alone is the operator's own.
-            if _said(before) != _said(after):
+            if _without_status(before) != _without_status(after):
                 self._wake[name].set()
         elif after is not None and self._leads:
             self._begin(name)
@@ -186,7 +186,7 @@ class Operator:
             log.info("the failed turn cannot be reported yet", pool=name, error=repr(unreported))
 
 
-def _said(pool: Object | None) -> tuple[object, ...]:
+def _without_status(pool: Object | None) -> tuple[object, ...]:
     """Return what of a pool is not its status."""
     metadata = (pool or {}).get("metadata", {})
     return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp")

@@ -1,4 +1,4 @@
-"""The rate at which work arrives, for an autoscaler: it says how many workers the load needs before a queue does."""
+"""The rate at which work arrives: an autoscaler derives from it the workers that the load needs, before a queue is there."""
 
 from __future__ import annotations
 

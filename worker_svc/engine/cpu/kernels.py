@@ -76,7 +76,7 @@ def multiply(weight: torch.Tensor) -> bool:
 
 
 def use_threads(threads: int, cores: Sequence[int] = ()) -> None:
-    """Compute with so many threads from now on, 1 to MOST_THREADS, the caller's among them.
+    """Compute with this number of threads from now on, 1 to MOST_THREADS, the caller's among them.
 
     `cores`: one for each thread, which those after the caller's then stay on; empty: any. Bits are the same
     for any number of threads. Threads that have started already stay where they are.
