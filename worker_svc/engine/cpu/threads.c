@@ -1,5 +1,5 @@
 #ifdef __linux__
-#define _GNU_SOURCE /* for pthread_attr_setaffinity_np */
+#define _GNU_SOURCE /* for pthread_attr_setaffinity_np and pthread_setname_np */
 #endif
 
 #include "threads.h"
@@ -125,6 +125,9 @@ static void start(int64_t threads) {
         if (team.pinned) CPU_SET(team.cores[thread], &only), pthread_attr_setaffinity_np(&attributes, sizeof only, &only);
 #endif
         if (pthread_create(&handle, &attributes, work, (void *)(intptr_t)thread)) break;
+#ifdef __linux__
+        pthread_setname_np(handle, "laps-sd-kernels"); /* for top -H: 15 bytes is the most */
+#endif
         team.started = thread;
     }
     pthread_attr_destroy(&attributes);
