@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -282,19 +282,6 @@ class Leader:
         kept = self._kept
         if kept is not None:
             kept[1].close()
-
-
-def call_leader(
-    seeds: str | None,
-    call: Callable[[grpc.Channel], Reply],
-    *,
-    ca: Path | None = None,
-    cert: Path | None = None,
-    key: Path | None = None,
-) -> Reply:
-    """Call the leader once; see `schedulers`, `link_tls` and `Leader.call`."""
-    with closing(Leader(schedulers(seeds), link_tls(ca, cert, key))) as leader:
-        return leader.call(call)
 
 
 def with_next_step(error: grpc.RpcError | LapsSdError) -> str:

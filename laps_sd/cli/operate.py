@@ -6,8 +6,10 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
 
 import grpc
 import typer
@@ -119,24 +121,19 @@ def queue(
 
     On a narrow terminal the least important columns are left out; --json has all.
     """
-    seeds = dial.schedulers(scheduler)
+    request = admin_pb2.ListQueueRequest(limit=limit)
 
-    def read() -> list[RenderableType]:
-        reply = dial.call_leader(
-            seeds,
-            lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
-                admin_pb2.ListQueueRequest(limit=limit), timeout=TIMEOUT_S
-            ),
-            ca=tls_ca,
-            cert=tls_cert,
-            key=tls_key,
-        )
-        if as_json:
-            return [_json(reply, indent=None if watched else 2)]
+    def tables(reply: admin_pb2.ListQueueResponse) -> list[RenderableType]:
         total = f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else "")
         return [*_outage(reply), queue_table(reply, output_width()), Text(total)]
 
-    _show(read, watched=watched, as_json=as_json)
+    with _admin(scheduler, tls_ca, tls_cert, tls_key) as call:
+        _show(
+            lambda: call(lambda admin: admin.ListQueue(request, timeout=TIMEOUT_S)),
+            tables,
+            watched=watched,
+            as_json=as_json,
+        )
 
 
 def queue_table(reply: admin_pb2.ListQueueResponse, width: int | None = None) -> Table:
@@ -185,23 +182,18 @@ def workers(
 
     On a narrow terminal the least important columns are left out; --json has all.
     """
-    seeds = dial.schedulers(scheduler)
+    request = admin_pb2.ListWorkersRequest()
 
-    def read() -> list[RenderableType]:
-        reply = dial.call_leader(
-            seeds,
-            lambda channel: admin_pb2_grpc.AdminStub(channel).ListWorkers(
-                admin_pb2.ListWorkersRequest(), timeout=TIMEOUT_S
-            ),
-            ca=tls_ca,
-            cert=tls_cert,
-            key=tls_key,
-        )
-        if as_json:
-            return [_json(reply, indent=None if watched else 2)]
+    def tables(reply: admin_pb2.ListWorkersResponse) -> list[RenderableType]:
         return [*_outage(reply), workers_table(reply, output_width())]
 
-    _show(read, watched=watched, as_json=as_json)
+    with _admin(scheduler, tls_ca, tls_cert, tls_key) as call:
+        _show(
+            lambda: call(lambda admin: admin.ListWorkers(request, timeout=TIMEOUT_S)),
+            tables,
+            watched=watched,
+            as_json=as_json,
+        )
 
 
 def workers_table(reply: admin_pb2.ListWorkersResponse, width: int | None = None) -> Table:
@@ -224,20 +216,47 @@ def workers_table(reply: admin_pb2.ListWorkersResponse, width: int | None = None
     )
 
 
-def _show(read: Callable[[], Sequence[RenderableType]], *, watched: bool, as_json: bool) -> None:
+Reply = TypeVar("Reply", bound=Message)
+
+
+class _Call(Protocol):
+    """Makes a call of the Admin service of a leader."""
+
+    def __call__(self, call: Callable[[admin_pb2_grpc.AdminStub], Reply], /) -> Reply: ...
+
+
+@contextmanager
+def _admin(scheduler: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> Iterator[_Call]:
+    """Return what calls the leader of a shard; see `schedulers`, `link_tls` and `Leader.call` of `dial`."""
+    with closing(dial.Leader(dial.schedulers(scheduler), dial.link_tls(ca, cert, key))) as leader:
+
+        def made(call: Callable[[admin_pb2_grpc.AdminStub], Reply]) -> Reply:
+            return leader.call(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))
+
+        yield made
+
+
+def _show(
+    call: Callable[[], Reply],
+    tables: Callable[[Reply], Sequence[RenderableType]],
+    *,
+    watched: bool,
+    as_json: bool,
+) -> None:
+    """Print what a call returns, once or until Ctrl-C: as tables, or as JSON."""
     if as_json:  # lines, also on a terminal
-        _print_json_lines(read, watched=watched)
+        _print_json_lines(lambda: _json(call(), indent=None if watched else 2), watched=watched)
     elif watched:
-        watch(read)
+        watch(lambda: tables(call()))
     else:
-        show(read())
+        show(tables(call()))
 
 
-def _print_json_lines(read: Callable[[], Sequence[RenderableType]], *, watched: bool) -> None:
+def _print_json_lines(read: Callable[[], str], *, watched: bool) -> None:
     try:
         while True:
             try:
-                print(*read(), flush=True)
+                print(read(), flush=True)
             except grpc.RpcError as error:
                 if not watched:
                     raise
@@ -258,15 +277,9 @@ def drain(
     tls_key: dial.LinkKeyOption = None,
 ) -> None:
     """Drain a worker: no new work, its requests move elsewhere or finish."""
-    reply = dial.call_leader(
-        scheduler,
-        lambda channel: admin_pb2_grpc.AdminStub(channel).DrainWorker(
-            admin_pb2.DrainWorkerRequest(worker=worker), timeout=TIMEOUT_S
-        ),
-        ca=tls_ca,
-        cert=tls_cert,
-        key=tls_key,
-    )
+    request = admin_pb2.DrainWorkerRequest(worker=worker)
+    with _admin(scheduler, tls_ca, tls_cert, tls_key) as call:
+        reply = call(lambda admin: admin.DrainWorker(request, timeout=TIMEOUT_S))
     print(f"{reply.worker_id} drains")
 
 
