@@ -1,16 +1,19 @@
 """Prints the record of a shard: `laps-sd record`. It needs no scheduler, and changes nothing.
 
 The first lines describe the record as a whole. Then comes one line for each unfinished request, in the order of
-arrival, with the progress that only the log holds. Requests are read a chunk at a time.
+arrival, with the progress that only the log holds. Requests are read a chunk at a time. What another program wrote
+under a key of the shard is an error that names the key; a single request with such keys is listed as `unreadable`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +25,7 @@ from scheduler_svc.record_settings import RecordSettings
 from scheduler_svc.store.errors import SchemaMismatch, StoreError
 from scheduler_svc.store.keys import SCHEMA_VERSION
 from scheduler_svc.store.log import Log, read_log
+from scheduler_svc.store.records import StoredRequest
 from scheduler_svc.store.store import Store
 
 _READABLE = (None, b"1", str(SCHEMA_VERSION).encode())
@@ -73,47 +77,97 @@ async def _print(settings: RecordSettings, *, as_json: bool, tokens: bool) -> No
     try:
         head, log = await read_head(store)
         print(json.dumps(head) if as_json else "\n".join(head_lines(head)))  # noqa: T201
+        problems = []
         async for row in read_rows(store, log, tokens=tokens):
             print(json.dumps(row) if as_json else row_line(row))  # noqa: T201
+            if "problem" in row:
+                problems.append(row["problem"])
+        if problems:
+            more = f". So it is with {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise _Unreadable(problems[0] + more)
     finally:
         await store.close()
 
 
+class _Unreadable(StoreError):
+    """A key holds what no release of LAPS-SD writes."""
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Raise _Unreadable for what is read inside and has a form that the store does not write."""
+    try:
+        yield
+    except (KeyError, ValueError, OverflowError, struct.error) as error:
+        cause: Exception = error
+    except StoreError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        cause = error
+    else:
+        return
+    raise _Unreadable(
+        f"{what} cannot be read: LAPS-SD wrote no such value ({type(cause).__name__}: {cause}). "
+        "Another program uses the names of this shard, or the record is damaged"
+    ) from cause
+
+
 async def read_head(store: Store) -> tuple[dict[str, Any], Log]:
-    """Return what the record holds as a whole, and its log. Raises StoreUnavailable, SchemaMismatch."""
-    version = await store.transport.get(store.keys.schema_version())
+    """Return what the record holds as a whole, and its log. Raises StoreUnavailable, SchemaMismatch, and
+    StoreError for a key with the value of another program.
+    """
+    keys = store.keys
+    with _readable(keys.schema_version()):
+        version = await store.transport.get(keys.schema_version())
     if version not in _READABLE:
         found = (version or b"").decode(errors="replace")
         raise SchemaMismatch(
             f"the record has schema version {found}, this release reads {SCHEMA_VERSION}: use the release that wrote it"
         )
-    leader = await store.leader()
-    incarnation = await store.transport.get(store.keys.incarnation())
-    entries = await store.reader.log_entries()
+    with _readable(keys.leader()):
+        leader = await store.leader()
+    with _readable(keys.incarnation()):
+        incarnation = await store.transport.get(keys.incarnation())
+        incarnation_id = incarnation and incarnation.decode()
+    with _readable(keys.log()):
+        entries = await store.reader.log_entries()
+        log = read_log(entries)
+    with _readable(keys.unfinished()):
+        unfinished = await store.count_unfinished()
     head = {
-        "shard": store.keys.shard,
+        "shard": keys.shard,
         "schema_version": version and int(version),
         "leader": leader and leader.owner,
         "leader_epoch": leader and leader.epoch,
-        "incarnation": incarnation and incarnation.decode(),
+        "incarnation": incarnation_id,
         "log_entries": len(entries),
         "log_bytes": sum(len(packed) for _, fields in entries for packed in fields.values()),
-        "unfinished": await store.count_unfinished(),
+        "unfinished": unfinished,
     }
-    return head, read_log(entries)
+    return head, log
 
 
 async def read_rows(store: Store, log: Log, *, tokens: bool = False) -> AsyncIterator[dict[str, Any]]:
-    """Yield each unfinished request. Those that lack keys or tokens have the state `incomplete`.
+    """Yield each unfinished request. Those that lack keys or tokens have the state `incomplete`, and those with
+    keys of another program the state `unreadable` and the reason as `problem`.
 
-    `log`: read before. `tokens`: with the token ids of prompt and output. Raises StoreUnavailable.
+    `log`: read before. `tokens`: with the token ids of prompt and output. Raises StoreUnavailable, and StoreError for
+    an index of another program.
     """
     now_s = await store.transport.server_time_s() or time.time()
-    async for request_ids in store.reader.index():
-        found = await store.reader.requests(request_ids, payload=tokens)
-        for request_id, stored in zip(request_ids, found, strict=True):
-            if stored is None:
-                yield dict.fromkeys(_COLUMNS) | {"request_id": request_id, "state": "incomplete"}
+    index = store.reader.index()
+    while True:
+        with _readable(store.keys.unfinished()):
+            request_ids = await anext(index, None)
+        if request_ids is None:
+            return
+        for request_id, stored in zip(
+            request_ids, await _requests(store, request_ids, payload=tokens), strict=True
+        ):
+            if isinstance(stored, _Unreadable):
+                yield _without_fields(request_id, "unreadable") | {"problem": str(stored)}
+            elif stored is None:
+                yield _without_fields(request_id, "incomplete")
             elif stored.end is None:
                 request = log.continued(stored)
                 row: dict[str, Any] = {
@@ -130,6 +184,27 @@ async def read_rows(store: Store, log: Log, *, tokens: bool = False) -> AsyncIte
                 if tokens:
                     row |= {"prompt_ids": request.prompt_ids, "committed_ids": request.committed_ids}
                 yield row
+
+
+def _without_fields(request_id: str, state: str) -> dict[str, Any]:
+    return dict.fromkeys(_COLUMNS) | {"request_id": request_id, "state": state}
+
+
+async def _requests(
+    store: Store, request_ids: Sequence[str], *, payload: bool
+) -> Sequence[StoredRequest | _Unreadable | None]:
+    """Return requests as `Reader.requests` does, or why one of them cannot be read."""
+    try:
+        with _readable(f"the request {request_ids[0]}"):
+            return await store.reader.requests(request_ids, payload=payload)
+    except _Unreadable as error:
+        if len(request_ids) > 1:
+            return [
+                one
+                for request_id in request_ids
+                for one in await _requests(store, [request_id], payload=payload)
+            ]
+        return [error]
 
 
 def head_lines(head: dict[str, Any]) -> list[str]:

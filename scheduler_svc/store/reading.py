@@ -77,7 +77,7 @@ class Reader:
 
     async def index(self) -> AsyncIterator[list[str]]:
         """Yield the ids of all unfinished requests in the order of arrival, READ_CHUNK at a time."""
-        newest = 0
+        newest = 0.0
         while True:
             async with self._transport.reached():
                 index = await self._transport.client.zrangebyscore(
@@ -85,7 +85,7 @@ class Reader:
                 )
             if not index:
                 return
-            newest = int(index[-1][1])
+            newest = index[-1][1]  # as it is: rounded down, a fraction would be read again and again
             request_ids = [request_id.decode() for request_id, _ in index]
             for start in range(0, len(request_ids), READ_CHUNK):
                 yield request_ids[start : start + READ_CHUNK]

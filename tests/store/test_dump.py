@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.store.kit import (
     fold,
     keys_of,
     lease,
+    new_shard,
 )
 from tests.store.test_rights import PASSWORD, documented_rule
 
@@ -48,6 +51,17 @@ async def write_some(store: Store) -> None:
     await One(store).commit(a_commit(position=3, tokens=(1_000_004,), standing=a_standing(rounds=9, level=2)))
     await One(store).finish(a_finish("r3"))
     await store.resign()
+
+
+@pytest.fixture
+async def damaged(server: EmbeddedServer, client: redis_client.Redis) -> AsyncIterator[Store]:
+    """Return a store with the requests of `write_some`, whose keys the test may damage."""
+    store = Store.open(server.url, new_shard(), clock=lambda: NOW_S)
+    await store.acquire_leadership(owner="a:1", lease_s=60)
+    await write_some(store)
+    yield store
+    await client.delete(*await keys_of(client, store.keys.prefix))
+    await store.close()
 
 
 async def dumped(store: Store, *, tokens: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -171,6 +185,72 @@ async def test_a_request_that_lost_keys_is_listed(own_server: EmbeddedServer) ->
     ]
     assert row_line(rows[0]).split() == ["r1", "-", "incomplete", *"------"]
     await store.close()
+
+
+@pytest.mark.parametrize("name", ["schema_version", "leader", "incarnation", "log", "unfinished"])
+@pytest.mark.parametrize("kind", ["list", "value"])
+async def test_a_key_of_another_program_is_named(
+    damaged: Store, client: redis_client.Redis, name: str, kind: str
+) -> None:
+    """A key of another type, and one of the same type with a value that the store does not write."""
+    key = getattr(damaged.keys, name)()
+    if kind == "list":
+        await client.delete(key)
+        await client.rpush(key, "x")
+    elif name == "log":
+        await client.xadd(key, {"x": "y"})
+    elif name == "unfinished":
+        await client.zadd(key, {b"\xff": 99.5})
+    else:
+        await client.set(key, b"\xff")
+
+    expected = "schema version" if (name, kind) == ("schema_version", "value") else re.escape(key)
+    with pytest.raises(StoreError, match=f"{expected}.* (no such value|this release reads)"):
+        await dumped(damaged)
+
+
+@pytest.mark.parametrize("kind", ["list", "no fields", "no number", "no tokens"])
+async def test_a_request_with_keys_of_another_program_is_listed_between_the_others(
+    damaged: Store, client: redis_client.Redis, kind: str
+) -> None:
+    key = damaged.keys.request("r1")
+    match kind:
+        case "list":
+            await client.delete(key)
+            await client.rpush(key, "x")
+        case "no fields":
+            await client.delete(key)
+            await client.hset(key, "x", "y")
+        case "no number":
+            await client.hset(key, "lease_epoch", "many")
+        case _:
+            await client.delete(damaged.keys.tokens("r1"))
+            await client.rpush(damaged.keys.tokens("r1"), "x")
+
+    _, (foreign, other) = await dumped(damaged)
+
+    assert (foreign["request_id"], foreign["state"], foreign["tenant"]) == ("r1", "unreadable", None)
+    assert foreign["problem"].startswith("the request r1 cannot be read: ")
+    assert (other["request_id"], other["state"]) == ("r2", "queued")
+
+
+async def test_the_command_ends_with_the_reason_why_requests_cannot_be_read(
+    damaged: Store, server: EmbeddedServer, client: redis_client.Redis
+) -> None:
+    for request_id in ("r1", "r2"):
+        await client.hset(damaged.keys.request(request_id), "lease_epoch", "many")
+
+    shown = laps_sd_record(LAPS_SD_REDIS_URL=server.url, LAPS_SD_SHARD=damaged.keys.shard)
+
+    assert shown.returncode == 1
+    assert [line.split()[2] for line in shown.stdout.splitlines() if line.startswith("r")] == [
+        "state",
+        "unreadable",
+        "unreadable",
+    ]
+    assert shown.stderr.startswith("laps-sd record: the request r1 cannot be read: ")
+    assert shown.stderr.endswith("So it is with 1 more\n")
+    assert shown.stderr.count("\n") == 1
 
 
 async def test_a_shard_without_a_record_is_no_error(open_store: OpenStore) -> None:
