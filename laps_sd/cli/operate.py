@@ -56,7 +56,7 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
     """An explanation as a person reads it."""
     state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
     if e.state == pb.Explanation.STATE_ENDED:
-        state += ", " + reason_text(e.finish_reason)
+        state += ", " + reason_text(e.finish_reason) + (f": {e.basis}" if e.basis else "")
     lines = [f"{e.request_id}  {state}" + (f" on {e.worker_id}" if e.worker_id else "")]
     if e.state != pb.Explanation.STATE_ENDED:
         place = [f"policy {e.policy}"]

@@ -1258,7 +1258,7 @@ class Explanation(_message.Message):
     remaining_low_s: _builtins.float
     remaining_high_s: _builtins.float
     basis: _builtins.str
-    """The basis of the estimate, a sentence."""
+    """The basis of the estimate, a sentence. After the end: the reason of the end, if there is one."""
     attained_s: _builtins.float
     rounds: _builtins.int
     drafted: _builtins.int

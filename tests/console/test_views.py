@@ -191,6 +191,8 @@ class TestThePlayground:
         page.get_by_role("link", name="Timeline of this request").wait_for()
         page.get_by_role("button", name="Stop").click()
         page.get_by_role("button", name="Send").wait_for()
+        page.get_by_role("link", name="Timeline of this request").click()
+        page.locator("dd", has_text="cancelled: its client went away").wait_for()
         page.get_by_role("link", name="Queue").click()
         page.get_by_text("No request is waiting or running.").wait_for()
 

@@ -228,6 +228,18 @@ def test_explain_tells_the_story_of_a_request(fake_stack):
     assert told.stdout.startswith(f"{request_id}  ended, length")
 
 
+def test_explain_says_why_a_request_ended():
+    ended = pb.Explanation(
+        request_id="s0.a", state=pb.Explanation.STATE_ENDED, finish_reason=pb.FINISH_REASON_ERROR
+    )
+    without_reason = explanation_lines(ended)
+    ended.basis = "its KV cache does not fit into any worker"
+    with_reason = explanation_lines(ended)
+
+    assert without_reason[0] == "s0.a  ended, error"
+    assert with_reason[0] == "s0.a  ended, error: its KV cache does not fit into any worker"
+
+
 def test_explain_names_level_and_perceptible_where_the_policy_has_them():
     waits = pb.Explanation(
         request_id="s0.a", state=pb.Explanation.STATE_QUEUED, policy="fcfs", ahead=3, ordered_by="its turn"

@@ -2492,7 +2492,7 @@ type Explanation struct {
 	RemainingS     float64 `protobuf:"fixed64,7,opt,name=remaining_s,json=remainingS,proto3" json:"remaining_s,omitempty"`
 	RemainingLowS  float64 `protobuf:"fixed64,8,opt,name=remaining_low_s,json=remainingLowS,proto3" json:"remaining_low_s,omitempty"`
 	RemainingHighS float64 `protobuf:"fixed64,9,opt,name=remaining_high_s,json=remainingHighS,proto3" json:"remaining_high_s,omitempty"`
-	// The basis of the estimate, a sentence.
+	// The basis of the estimate, a sentence. After the end: the reason of the end, if there is one.
 	Basis         string       `protobuf:"bytes,10,opt,name=basis,proto3" json:"basis,omitempty"`
 	AttainedS     float64      `protobuf:"fixed64,11,opt,name=attained_s,json=attainedS,proto3" json:"attained_s,omitempty"`
 	Rounds        uint32       `protobuf:"varint,12,opt,name=rounds,proto3" json:"rounds,omitempty"`

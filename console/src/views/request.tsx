@@ -61,6 +61,12 @@ export function RequestView({ id }: { id: string }) {
   );
 }
 
+/** How a request ended, with the reason if there is one. */
+function endOf({ finish_reason, basis }: Explanation): string {
+  const reason = words(finish_reason, "FINISH_REASON_");
+  return basis ? `${reason}: ${basis}` : reason;
+}
+
 function Explained({ of: found }: { of: Explanation }) {
   const ended = found.state === ENDED;
   return (
@@ -68,7 +74,7 @@ function Explained({ of: found }: { of: Explanation }) {
       <Numbers
         of={[
           ["State", words(found.state, "STATE_")],
-          ...(ended ? [["End", words(found.finish_reason, "FINISH_REASON_")] as [string, string]] : []),
+          ...(ended ? [["End", endOf(found)] as [string, string]] : []),
           ["Policy", found.policy],
           ...(found.level === undefined ? [] : [["Level", count(found.level)] as [string, string]]),
           ...(ended ? [] : [["Requests ahead", count(found.ahead)] as [string, string]]),

@@ -1306,7 +1306,7 @@ export type Explanation = Message<"laps_sd.v1.Explanation"> & {
   remainingHighS: number;
 
   /**
-   * The basis of the estimate, a sentence.
+   * The basis of the estimate, a sentence. After the end: the reason of the end, if there is one.
    *
    * @generated from field: string basis = 10;
    */
