@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from laps_sd.client.chat import Fields
 from laps_sd.client.failures import is_lost
 from laps_sd.client.repair import Chosen, Event, Patience, Progress, collect
 from laps_sd.client.request import (
@@ -158,9 +159,7 @@ class AsyncClient:
         )
         return list(response.models)
 
-    async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
-    ) -> list[int]:
+    async def tokenize(self, prompt: str | Sequence[Fields], *, timeout_s: float | None = None) -> list[int]:
         """Return the token ids of a text or of chat messages."""
         request = make_tokenize_request(prompt)
         response: TokenizeResponse = await self._call("Tokenize", request, timeout_s, self._retry_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from laps_sd.client.aio import RECONNECT_S, RETRY_S, AsyncClient, AsyncStream
+from laps_sd.client.chat import Fields
 from laps_sd.client.loop_thread import CLOSED, Job, LoopThread, refuse_after_fork
 from laps_sd.client.repair import Chosen, Event
 from laps_sd.client.request import Metadata, Options, Prompt, addresses, make_request
@@ -250,9 +251,7 @@ class Client:
         """Return the models that the gateway serves."""
         return self._run(lambda client: client.models(timeout_s=timeout_s))
 
-    def tokenize(
-        self, prompt: str | Sequence[Mapping[str, str]], *, timeout_s: float | None = None
-    ) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[Fields], *, timeout_s: float | None = None) -> list[int]:
         """Return the token ids of a text or of chat messages."""
         return self._run(lambda client: client.tokenize(prompt, timeout_s=timeout_s))
 

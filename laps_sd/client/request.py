@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
+from laps_sd.client.chat import ChatOptions, Fields, make_chat
 from laps_sd.v1.inference_pb2 import (
-    ChatMessage,
-    ChatMessages,
     GenerateRequest,
     OutputFormat,
     SamplingParams,
@@ -27,7 +26,7 @@ __all__ = [
     "make_tokenize_request",
 ]
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Fields]
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
 DRAFTERS = {"model": Speculation.DRAFTER_MODEL, "lookup": Speculation.DRAFTER_LOOKUP}
@@ -57,7 +56,7 @@ class SamplingOptions(TypedDict, total=False):
     skip_special_tokens: bool
 
 
-class Options(SamplingOptions, total=False):
+class Options(SamplingOptions, ChatOptions, total=False):
     """All fields of a request except its prompt; see `GenerateRequest` for the meaning."""
 
     model: str
@@ -85,14 +84,13 @@ class Options(SamplingOptions, total=False):
     n: int
     """Number of outputs for the one prompt."""
     add_special_tokens: bool
-    add_generation_prompt: bool
-    """False ends a chat's prompt after its last message."""
-    continue_final_message: bool
-    """The output continues the last message of a chat."""
 
 
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
-    """Return the message for a prompt and its options. Absent options stay absent."""
+    """Return the message for a prompt and its options. Absent options stay absent.
+
+    Raises ValueError for options of a chat with another prompt, and for unknown keys of messages and tools.
+    """
     values = {
         name: value for name, value in options.items() if name in SamplingParams.DESCRIPTOR.fields_by_name
     }
@@ -128,22 +126,20 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         request.speculation.CopyFrom(Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=speculation))
     if "drafter" in options:
         request.speculation.drafter = DRAFTERS[options["drafter"]]
+    if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], int)):
+        messages = [message for message in prompt if isinstance(message, Mapping)]
+        request.messages.CopyFrom(make_chat(messages, options))
+        return request
+    if unused := ChatOptions.__annotations__.keys() & options.keys():
+        raise ValueError(f"{', '.join(sorted(unused))}: only for a prompt of chat messages")
     if isinstance(prompt, str):
         request.text = prompt
-    elif prompt and isinstance(prompt[0], int):
-        request.token_ids.CopyFrom(TokenIds(ids=[token for token in prompt if isinstance(token, int)]))
     else:
-        messages = [message for message in prompt if isinstance(message, Mapping)]
-        request.messages.CopyFrom(
-            ChatMessages(messages=[ChatMessage(role=m["role"], content=m["content"]) for m in messages])
-        )
-        if "add_generation_prompt" in options:
-            request.messages.add_generation_prompt = options["add_generation_prompt"]
-        request.messages.continue_final_message = options.get("continue_final_message", False)
+        request.token_ids.CopyFrom(TokenIds(ids=[token for token in prompt if isinstance(token, int)]))
     return request
 
 
-def make_tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> TokenizeRequest:
+def make_tokenize_request(prompt: str | Sequence[Fields]) -> TokenizeRequest:
     """Return the message that asks for the token ids of a text or of chat messages."""
     made = make_request(prompt)
     if isinstance(prompt, str):

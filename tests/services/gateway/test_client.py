@@ -35,6 +35,9 @@ from laps_sd.v1.inference_pb2 import (
     SamplingParams,
     Speculation,
     TokenIds,
+    Tool,
+    ToolCall,
+    ToolChoice,
 )
 from tests.helpers import free_port, wait_until_async
 from tests.services.gateway.conftest import Running, StartGateway
@@ -79,6 +82,63 @@ class TestRequests:
                 GenerateRequest(messages=ChatMessages(messages=[ChatMessage(role="user", content="hi")])),
             ),
             (
+                make_request(
+                    [
+                        {"role": "user", "content": "Oslo?"},
+                        {
+                            "role": "assistant",
+                            "content": None,
+                            "tool_calls": [
+                                {
+                                    "id": "c1",
+                                    "type": "function",
+                                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                                }
+                            ],
+                        },
+                        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+                    ],
+                    tools=[
+                        {
+                            "type": "function",
+                            "function": {"name": "weather", "description": "The weather.", "parameters": {}},
+                        },
+                        {"name": "now"},
+                    ],
+                    tool_choice="required",
+                    parallel_tool_calls=False,
+                    template_arguments={"enable_thinking": False},
+                ),
+                GenerateRequest(
+                    messages=ChatMessages(
+                        messages=[
+                            ChatMessage(role="user", content="Oslo?"),
+                            ChatMessage(
+                                role="assistant",
+                                tool_calls=[ToolCall(id="c1", name="weather", arguments='{"city": "Oslo"}')],
+                            ),
+                            ChatMessage(role="tool", tool_call_id="c1", content="rain"),
+                        ],
+                        tools=[
+                            Tool(name="weather", description="The weather.", parameters="{}"),
+                            Tool(name="now"),
+                        ],
+                        tool_choice=ToolChoice(mode=ToolChoice.MODE_REQUIRED, single=True),
+                        template_arguments='{"enable_thinking": false}',
+                    )
+                ),
+            ),
+            (
+                make_request([{"role": "user", "content": "hi"}], tools=[{"name": "now"}], tool_choice="now"),
+                GenerateRequest(
+                    messages=ChatMessages(
+                        messages=[ChatMessage(role="user", content="hi")],
+                        tools=[Tool(name="now")],
+                        tool_choice=ToolChoice(mode=ToolChoice.MODE_REQUIRED, name="now"),
+                    )
+                ),
+            ),
+            (
                 make_request("hi", max_tokens=3, temperature=0, seed=0, stop="x"),
                 GenerateRequest(
                     text="hi", sampling=SamplingParams(max_tokens=3, temperature=0, seed=0, stop=["x"])
@@ -109,6 +169,14 @@ class TestRequests:
         self, made: GenerateRequest, expected: GenerateRequest
     ) -> None:
         assert made == expected
+
+    def test_an_option_or_a_key_without_a_meaning_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="tool_choice, tools: only for a prompt of chat messages"):
+            make_request("hi", tools=[{"name": "now"}], tool_choice="now")
+        with pytest.raises(ValueError, match="a message has no 'tool_call'; its keys are role, content, "):
+            make_request([{"role": "tool", "content": "rain", "tool_call": "c1"}])
+        with pytest.raises(ValueError, match="a tool has no 'schema'; its keys are name, "):
+            make_request([{"role": "user", "content": "hi"}], tools=[{"name": "now", "schema": {}}])
 
 
 class TestAsyncClient:
