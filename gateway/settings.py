@@ -16,7 +16,9 @@ from laps_sd.service.wire import LinkSettings
 
 __all__ = ["GatewaySettings", "ReasoningParser", "ToolParser"]
 
-ToolParser: TypeAlias = Literal["auto", "hermes", "llama3_json", "mistral", "json", "none"]
+ToolParser: TypeAlias = Literal[
+    "auto", "hermes", "qwen3_coder", "glm45", "llama3_json", "mistral", "json", "none"
+]
 ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")

@@ -15,6 +15,7 @@ from gateway.model.dialect import Dialect
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from gateway.model.tool_calls.constraint import Wanted, grammar
+from gateway.model.tool_calls.parameters import Schema, Unwritable
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import MAX_FORMAT_CHARACTERS
 from laps_sd.errors import InvalidArgument
@@ -29,6 +30,7 @@ __all__ = [
     "is_single",
     "offered_tools",
     "output_format_of",
+    "schemas_of",
     "template_tools",
 ]
 
@@ -55,6 +57,11 @@ Chat: TypeAlias = inference_pb2.ChatMessages
 def offered_tools(chat: Chat) -> Sequence[inference_pb2.Tool]:
     """Return the tools that an answer may call."""
     return () if chat.tool_choice.mode == Mode.MODE_NONE else chat.tools
+
+
+def schemas_of(chat: Chat) -> dict[str, Schema]:
+    """Return the names of the offered tools, each with the schema of its arguments."""
+    return {tool.name: _parameters(tool) for tool in offered_tools(chat)}
 
 
 def is_single(chat: Chat, dialect: Dialect) -> bool:
@@ -219,7 +226,7 @@ def output_format_of(
 ) -> inference_pb2.OutputFormat | None:
     """Return the output format that the tools and the reasoning of a checked request make: required calls, or its
     own format after reasoning or as an alternative to calls. None: its own format is enough. Raises
-    InvalidArgument for tools that are too long for a format.
+    InvalidArgument for tools that are too long for a format, or that the model's form of calls cannot have.
 
     `state`: where the output begins, if its reasoning will be read. `judged`: in a form that needs no tokenizer, for the
     check whether it can be used.
@@ -238,7 +245,10 @@ def output_format_of(
         token = model.tokenizer.token_to_id(text)
         return None if token not in model.silent_ids else 0 if judged else token
 
-    text = grammar(wanted, dialect.tools, reasoning, special)
+    try:
+        text = grammar(wanted, dialect.tools, reasoning, special)
+    except Unwritable as error:
+        raise InvalidArgument("messages.tools", f"cannot be used: {error}") from None
     if len(text) > MAX_FORMAT_CHARACTERS:
         field = "messages.tools" if wanted.tools else "output_format.json_schema"
         raise InvalidArgument(

@@ -7,16 +7,17 @@ taken back in a stream: its arguments end, and all of it follows as content. A w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.api.openai.body import Json
 from gateway.api.openai.request import ParsedRequest
-from gateway.calls.tools import is_single, offered_tools
+from gateway.calls.tools import is_single, schemas_of
 from gateway.model.dialect import Dialect
 from gateway.model.reasoning import Answer, Reasoning, ReasoningReader, State
 from gateway.model.token_bytes import TokenBytes
 from gateway.model.tool_calls.families import ToolFamily
+from gateway.model.tool_calls.parameters import Schema
 from gateway.model.tool_calls.reader import Arguments, Broken, Call, Done, Event, Text
 
 __all__ = ["MessageReader", "readers_of"]
@@ -33,7 +34,7 @@ def readers_of(
     if parsed.kind != "chat":
         return [None] * len(request_ids)
     chat = parsed.requests[0].messages
-    tools = {tool.name for tool in offered_tools(chat)}
+    tools = schemas_of(chat)
     family = dialect.tools if tools else None
     fixed = parsed.requests[0].output_format.WhichOneof("format") in ("regex", "grammar")
     readers: list[MessageReader | None] = []
@@ -73,7 +74,7 @@ class MessageReader:
     def __init__(
         self,
         family: ToolFamily | None,
-        tools: Collection[str],
+        tools: Mapping[str, Schema],
         reasoning: ReasoningReader | None,
         pieces: TokenBytes,
         *,

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 from gateway.model.reasoning import Markers, State
 from gateway.model.tool_calls.families import ToolFamily
+from gateway.model.tool_calls.parameters import Schema, allowed_texts, parameters_of, takes_text
+from gateway.model.tool_calls.tagged import Tags
 from laps_sd.contract.formats import ONE_LINE, WHITESPACE
 
 __all__ = ["MAX_CALLS", "Token", "Wanted", "grammar"]
@@ -42,7 +44,8 @@ def grammar(
     wanted: Wanted, family: ToolFamily | None, reasoning: tuple[Markers, State] | None, special: Token
 ) -> str:
     """Return the grammar. `special` finds special tokens, which are not text for a tokenizer. `reasoning`: its
-    markers, and where the output begins; None: there is no reasoning."""
+    markers, and where the output begins; None: there is no reasoning. Raises Unwritable for arguments that the
+    family's form cannot have."""
     write = _Writer(special)
     kinds = []
     if wanted.tools:
@@ -71,6 +74,12 @@ class _Writer:
 
     def calls(self, wanted: Wanted, family: ToolFamily) -> None:
         """Add the rule `calls`."""
+        if family.tags is not None:
+            self._several(wanted, family)
+            for number, (name, schema) in enumerate(wanted.tools):
+                self._tagged(number, name, schema, family.tags)
+            self.rule("object", " | ".join(f"object_{number}" for number in range(len(wanted.tools))))
+            return
         each = [_call(number, name, schema, family) for number, (name, schema) in enumerate(wanted.tools)]
         call = each[0] if len(each) == 1 else {"anyOf": each}
         if family.as_list:
@@ -78,10 +87,47 @@ class _Writer:
             self.rule("calls", f"{self._markup(family.before)} list")
             self.rule("list", _json({"type": "array", "items": call, "minItems": 1, "maxItems": most}))
             return
+        self._several(wanted, family)
+        self.rule("object", _json(call))
+
+    def _several(self, wanted: Wanted, family: ToolFamily) -> None:
+        """Add the rule `calls` of calls, each of which is an `object` in the family's markup."""
         more = "" if wanted.single else f" ({_literal(family.between)} call){{0,{MAX_CALLS - 1}}}"
         self.rule("calls", f"call{more}")
         self.rule("call", f"{self._markup(family.before)} object {self._markup(family.after)}")
-        self.rule("object", _json(call))
+
+    def _tagged(self, number: int, name: str, schema: Schema, tags: Tags) -> None:
+        """Add the rules of a call of one tool whose arguments are texts, in the order of its schema."""
+        parts = [_literal(f"{tags.name[0]}{name}{tags.name[1]}")]
+        for place, (key, (one, needed)) in enumerate(parameters_of(schema).items()):
+            rule = f"value_{number}_{place}"
+            opening = [
+                self._markup(tags.key[0]),
+                _literal(key),
+                self._markup(tags.key[1]),
+                self._markup(tags.value[0]),
+            ]
+            parts.append(f"({' '.join(filter(None, opening))} {rule}){'' if needed else '?'}")
+            if texts := allowed_texts(one, schema):
+                self.rule(rule, f"({' | '.join(map(json.dumps, texts))}) {self._markup(tags.value[1])}")
+            elif takes_text(key, one, schema):
+                self._text(rule, tags.value[1])
+            else:
+                definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+                value = {"$id": f"urn:tool:{number}:{place}", **closed(dict(one)), **definitions}
+                self.rule(f"json_{number}_{place}", _json(value))
+                self.rule(rule, f"json_{number}_{place} {self._markup(tags.value[1])}")
+        parts.append(self._markup(tags.end))
+        self.rule(f"object_{number}", " ".join(filter(None, parts)))
+
+    def _text(self, name: str, end: str) -> None:
+        """Add a rule for any text, and the markup after it."""
+        marker = end.strip("\n")
+        token = self._special(marker)
+        if token is None:
+            self.rules.append(f"{name}[suffix={_literal(end)}]: /(?s:.*)/")
+        else:
+            self.rule(name, f"/(?s:.*)/ <[{token}]> {_literal(end.partition(marker)[2])}")
 
     def reasoning(self, markers: Markers, state: State) -> None:
         """Add the rules `reasoning` and `blanks`."""

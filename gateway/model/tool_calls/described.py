@@ -16,7 +16,10 @@ Message: TypeAlias = dict[str, Any]
 
 def described(messages: Sequence[Message], tools: Sequence[Message], family: ToolFamily) -> list[Message]:
     """Return messages whose instructions name the tools and the form of a call."""
-    example = f'{{"name": NAME, "{family.arguments_key}": OBJECT}}'
+    if family.tags is None:
+        example = f'{{"name": NAME, "{family.arguments_key}": OBJECT}}'
+    else:
+        example = family.tags.written("NAME", {"PARAMETER": "VALUE"})
     example = f"{family.before}[{example}]" if family.as_list else f"{family.before}{example}{family.after}"
     text = "\n".join(
         (
@@ -57,13 +60,13 @@ def flattened(messages: Sequence[Message], family: ToolFamily) -> list[Message]:
 
 def _written(tool_calls: Sequence[Message], family: ToolFamily) -> str:
     """Return calls as the family writes them."""
-    calls = [
-        json.dumps(
-            {"name": call["function"]["name"], family.arguments_key: call["function"]["arguments"]},
-            ensure_ascii=False,
-        )
-        for call in tool_calls
-    ]
+    calls = [_call(family, **call["function"]) for call in tool_calls]
     if family.as_list:
         return f"{family.before}[{', '.join(calls)}]"
     return family.between.join(f"{family.before}{call}{family.after}" for call in calls)
+
+
+def _call(family: ToolFamily, name: str, arguments: Any) -> str:
+    if family.tags is not None:
+        return family.tags.written(name, arguments)
+    return json.dumps({"name": name, family.arguments_key: arguments}, ensure_ascii=False)

@@ -6,16 +6,12 @@
 
 from __future__ import annotations
 
-import re
-
 from gateway.model.incremental import Step
 from gateway.model.tool_calls.plain import PlainReader
-from gateway.model.tool_calls.reader import MAX_WORD_CHARACTERS
 
 __all__ = ["ARGS", "BEGIN", "CALL_ID", "MistralReader"]
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 
 class MistralReader(PlainReader):
@@ -46,15 +42,3 @@ class MistralReader(PlainReader):
             return False
         self._complete()
         return True
-
-    def _word(self) -> Step[str]:
-        """Read the characters of a name."""
-        word = ""
-        while len(word) <= MAX_WORD_CHARACTERS:
-            run = NAME.match(self._text[self._at : self._at + MAX_WORD_CHARACTERS + 1 - len(word)])
-            assert run is not None, "an empty run matches"
-            word += self._take(len(run[0]))
-            if self._at < len(self._text) or self._ended:
-                break
-            yield
-        return word

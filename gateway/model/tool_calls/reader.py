@@ -66,6 +66,7 @@ MAX_DEPTH = 128
 """Most levels of the arguments of a call."""
 STRUCTURE = re.compile(r'["{}\[\]]')
 IN_STRING = re.compile(r'["\\]')
+NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 
 class ToolReader(Incremental[Event]):
@@ -303,6 +304,40 @@ class ToolReader(Incremental[Event]):
                     return str(json.loads("".join(parts), strict=False))
                 except ValueError:
                     return None
+            if self._ended:
+                return None
+            yield
+
+    def _word(self) -> Step[str]:
+        """Read the characters of a name."""
+        word = ""
+        while len(word) <= MAX_WORD_CHARACTERS:
+            run = NAME.match(self._text[self._at : self._at + MAX_WORD_CHARACTERS + 1 - len(word)])
+            assert run is not None, "an empty run matches"
+            word += self._take(len(run[0]))
+            if self._at < len(self._text) or self._ended:
+                break
+            yield
+        return word
+
+    def _up_to(self, marker: str, longest: int | None) -> Step[str | None]:
+        """Read text up to a marker, and the marker; return the text, None if there is no marker or the text has
+        more than `longest` characters."""
+        parts: list[str] = []
+        length = 0
+        while True:
+            found = self._text.find(marker, self._at)
+            end = found if found >= 0 else len(self._text) - self._held((marker,))
+            count = end - self._at
+            if longest is not None and length + count > longest:
+                # Read no further than the first character too many, whatever has arrived.
+                self._take(longest + 1 - length)
+                return None
+            length += count
+            parts.append(self._take(count))
+            if found >= 0:
+                self._take(len(marker))
+                return "".join(parts)
             if self._ended:
                 return None
             yield

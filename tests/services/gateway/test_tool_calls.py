@@ -11,9 +11,24 @@ from hypothesis import strategies as st
 
 from gateway.model.tool_calls.constraint import closed
 from gateway.model.tool_calls.families import FAMILIES, family_of
+from gateway.model.tool_calls.parameters import Schema
 from gateway.model.tool_calls.reader import MAX_DEPTH, Arguments, Broken, Call, Done, Event, Text
 
-TOOLS = ("weather", "search", "now")
+TOOLS: dict[str, Schema] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"$ref": "#/$defs/City"},
+            "days": {"type": ["integer", "null"]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "tags": {"type": "array"},
+            "rain": {"type": "boolean"},
+        },
+        "$defs": {"City": {"type": "string"}},
+    },
+    "search": {},
+    "now": {},
+}
 OSLO = '{"city": "Oslo"}'
 FORMS = tuple(FAMILIES)
 anything = settings(max_examples=300, deadline=None)
@@ -102,6 +117,66 @@ WELL_FORMED: dict[str, tuple[str, str, list[Event]]] = {
     ),
 }
 
+WELL_FORMED |= {
+    "qwen coder": (
+        "qwen3_coder",
+        (
+            "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n"
+            "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+        ),
+        [Text("I look."), *call(0, "weather", '{"city": "Oslo", "days": 3}'), *call(1, "now", "{}")],
+    ),
+    "qwen coder without the outer tags": (
+        "qwen3_coder",
+        "<function=weather><parameter=city>\n7\n</parameter></function> and done",
+        [*call(0, "weather", '{"city": "7"}'), Text(" and done")],
+    ),
+    "qwen coder, several lines": (
+        "qwen3_coder",
+        '<tool_call><function=search>\n<parameter=q>\n\n a "b"\n <c>\n\n</parameter>\n</function></tool_call>',
+        call(0, "search", '{"q": "\\n a \\"b\\"\\n <c>\\n"}'),
+    ),
+    "glm": (
+        "glm45",
+        (
+            "I look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>tags</arg_key>\n"
+            '<arg_value>["a", "b"]</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>'
+        ),
+        [Text("I look."), *call(0, "weather", '{"city": "Oslo", "tags": ["a", "b"]}'), *call(1, "now", "{}")],
+    ),
+    "glm on one line": (
+        "glm45",
+        "<tool_call>weather<arg_key>rain</arg_key><arg_value>True</arg_value></tool_call>",
+        call(0, "weather", '{"rain": true}'),
+    ),
+}
+VALUES = [
+    ("city", "12", '"12"'),
+    ("city", "null", '"null"'),
+    ("days", "12", "12"),
+    ("days", "null", "null"),
+    ("days", "None", "null"),
+    ("days", "many", '"many"'),
+    ("days", "NaN", '"NaN"'),
+    ("note", "null", "null"),
+    ("note", "7", '"7"'),
+    ("rain", "False", "false"),
+    ("tags", '{"a": 1}', '{"a": 1}'),
+    ("tags", "[1", '"[1"'),
+    ("else", "7", "7"),
+    ("else", "seven", '"seven"'),
+    ("else", "", '""'),
+]
+"""Parameter of the weather, the text that a model writes, and the JSON that it means."""
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), VALUES)
+def test_the_schema_tells_what_a_text_between_tags_is(key: str, text: str, expected: str) -> None:
+    output = f"<tool_call>weather\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+
+    assert read("glm45", [output]) == call(0, "weather", f'{{"{key}": {expected}}}')
+
+
 TEXT_ALONE: dict[str, tuple[str, str]] = {
     "an answer": ("hermes", "It rains in Oslo. \n"),
     "a tag begun": ("hermes", "a < b, <tool, <tool_cal"),
@@ -121,11 +196,47 @@ TEXT_ALONE: dict[str, tuple[str, str]] = {
     "a name without arguments": ("mistral", "[TOOL_CALLS]weather is fine"),
     "a long name": ("mistral", f"[TOOL_CALLS]{'n' * 300} {{}}"),
     "a long key": ("json", '{"' + "k" * 300 + '": 1}'),
+    "an unknown function": ("qwen3_coder", "<tool_call>\n<function=delete>\n</function>\n</tool_call>"),
+    "a function without its end": ("qwen3_coder", "<tool_call>\n<function=now>"),
+    "a call of Hermes": ("qwen3_coder", '<tool_call>\n{"name": "now"}\n</tool_call>'),
+    "an unknown name": ("glm45", "<tool_call>delete\n</tool_call>"),
+    "a name and words": ("glm45", "<tool_call>weather in Oslo</tool_call>"),
     "nothing": ("json", ""),
     "blanks": ("mistral", " \n "),
 }
 
 BROKEN: dict[str, tuple[str, str, list[Event]]] = {
+    "an end inside a parameter": (
+        "qwen3_coder",
+        "<tool_call>\n<function=search>\n<parameter=q>\na\n</parameter>\n<parameter=r>\nb",
+        [
+            Call(0, "search"),
+            Arguments(0, '{"q": "a"'),
+            Broken(
+                0,
+                "<tool_call>\n<function=search>\n<parameter=q>\na\n</parameter>\n<parameter=r>\nb",
+            ),
+        ],
+    ),
+    "a parameter given twice": (
+        "glm45",
+        "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+        [
+            Call(0, "now"),
+            Arguments(0, '{"a": 1'),
+            Broken(0, "<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key>"),
+            Text("<arg_value>2</arg_value></tool_call>"),
+        ],
+    ),
+    "a long key between tags": (
+        "glm45",
+        f"<tool_call>now<arg_key>{'k' * 300}</arg_key>",
+        [
+            Call(0, "now"),
+            Broken(0, f"<tool_call>now<arg_key>{'k' * 257}"),
+            Text(f"{'k' * 43}</arg_key>"),
+        ],
+    ),
     "an end inside the arguments": (
         "hermes",
         'So:\n<tool_call>\n{"name": "search", "arguments": {"q": "a',
@@ -200,7 +311,8 @@ FRAGMENTS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "weather", "now",
         "{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", '"name"', '"arguments"', '"parameters"', '"weather"',
-        '{"name": "now", "arguments": {"a": "b"}}', OSLO, "null", "é", "x" * 90, "<tool_", "7",
+        '{"name": "now", "arguments": {"a": "b"}}', OSLO, "null", "é", "x" * 90, "<tool_", "7", "<function=", ">\n",
+        "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     ]
 )  # fmt: skip
 
@@ -258,7 +370,8 @@ def test_text_that_cannot_become_a_call_is_not_held_back() -> None:
     ("template", "family"),
     [
         ("return <tool_call>\\n{...}\\n</tool_call> tags", "hermes"),
-        ("<tool_call>\\n<function=name>", "json"),
+        ("<tool_call>\\n<function=name>\\n<parameter=a>", "qwen3_coder"),
+        ("<tool_call>{name}\\n<arg_key>", "glm45"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         (
             'Respond in the format {"name": function name, "parameters": dictionary of argument name',

@@ -39,10 +39,13 @@ WEATHER = {
         "strict": True,
     },
 }
+WEATHER_CALL = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 NOW = {"type": "function", "function": {"name": "now"}}
 ASK = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"messages": [ASK], "tools": [WEATHER, NOW]}
 OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+CODER_OSLO = "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"
+GLM_OSLO = "weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
 LLAMA_OSLO = OSLO.replace("arguments", "parameters")
 
 QWEN = (
@@ -56,6 +59,8 @@ QWEN = (
 R1 = "{{ messages[0].content }}{{ '<think>\\n' }}{# </think> <tool_call> #}"
 MISTRAL = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{# [TOOL_CALLS] #}"
 LLAMA = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{# <|python_tag|> #}"
+CODER = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{# <tool_call> <parameter= #}"
+GLM = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{# <tool_call> <arg_key> #}"
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -198,6 +203,16 @@ class TestTheModelSees:
             "user:Result of now: noon\nResult of now: one\nassistant:"
         )
 
+    @pytest.mark.parametrize(("parser", "form"), [("qwen3_coder", CODER_OSLO), ("glm45", GLM_OSLO)])
+    async def test_the_form_that_a_setting_names(self, serve_template: Any, parser: str, form: str) -> None:
+        served = await serve_template(PLAIN, parsers=(parser, "none"))
+        called = {"role": "assistant", "tool_calls": [{"id": "a", "function": WEATHER_CALL}]}
+        result = {"role": "tool", "tool_call_id": "a", "content": "rain"}
+        prompt = await prompt_of(served, CHAT | {"messages": [ASK, called, result]})
+
+        assert form in prompt
+        assert form.replace("weather", "NAME").replace("city", "PARAMETER").replace("Oslo", "VALUE") in prompt
+
     async def test_variables_of_its_template(self, serve_template: Any) -> None:
         served = await serve_template(QWEN)
         body = {"messages": [ASK], "chat_template_kwargs": {"enable_thinking": False}}
@@ -222,6 +237,13 @@ FAMILIES = {
     ),
     "mistral": (MISTRAL, ("[TOOL_CALLS]",), f'I look.[TOOL_CALLS][{OSLO}, {{"name": "now"}}]'),
     "llama": (LLAMA, ("<|python_tag|>",), f'I look.<|python_tag|>{LLAMA_OSLO}; {{"name": "now"}}'),
+    "qwen coder": (CODER, (), f"I look.\n<tool_call>\n{CODER_OSLO}\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    "glm": (GLM, (), f"I look.<tool_call>{GLM_OSLO}</tool_call><tool_call>now\n</tool_call>"),
+    "glm, special tokens": (
+        GLM,
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        f"I look.<tool_call>{GLM_OSLO}</tool_call><tool_call>now\n</tool_call>",
+    ),
 }  # fmt: skip
 CALLED = [("weather", '{"city": "Oslo"}'), ("now", "{}")]
 
@@ -255,7 +277,7 @@ class TestCallsOfEachFamily:
             for choice in chunk["choices"]
             for call in choice["delta"].get("tool_calls", ())
         ]
-        assert len([piece for piece in pieces if piece]) > 3, "arguments come in pieces"
+        assert len([piece for piece in pieces if piece]) >= 3, "arguments come in pieces"
 
     @pytest.mark.parametrize("choice", ["required", "named"])
     async def test_are_written_where_they_are_required(
@@ -530,6 +552,76 @@ async def test_a_refusal_names_the_field_and_the_limit(
 
     assert status == 400
     assert decoded["error"]["param"] == param
+    assert said in decoded["error"]["message"]
+
+
+EVERYTHING = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "Anything."},
+        "kind": {"enum": ["a", "b c", 7]},
+        "many": {"type": "array", "items": {"$ref": "#/$defs/Odd"}, "minItems": 1},
+        "else": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["text", "kind"],
+    "$defs": {"Odd": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+}
+
+
+def coder_call(**arguments: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+async def test_arguments_between_tags_follow_their_schemas(serve_template: Any) -> None:
+    served = await serve_template(CODER)
+    body = {"messages": [ASK], "tool_choice": "required"} | tool(parameters=EVERYTHING)
+    call = asyncio.create_task(served.post("/v1/chat/completions", body))
+    _, submit = await submitted(served)
+    written = submit.specification.output_format.grammar
+    output = coder_call(text='one\n<two> "3"', kind="b c", many='[{"n": 1}]')
+    await served.finished(output)
+    _, _, decoded = await call
+
+    (made,) = decoded["choices"][0]["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == {
+        "text": 'one\n<two> "3"',
+        "kind": "b c",
+        "many": [{"n": 1}],
+    }
+    assert accepts(written, output)
+    assert accepts(written, coder_call(text="", kind="7", **{"else": "x"}))
+    for wrong in (
+        coder_call(text="x"),
+        coder_call(kind="a"),
+        coder_call(text="x", kind="c"),
+        coder_call(text="x", kind="a", many="[]"),
+        coder_call(text="x", kind="a", many='[{"n": "1"}]'),
+        coder_call(text="x", kind="a", more="1"),
+    ):
+        assert not accepts(written, wrong), wrong
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "pattern of 'a'"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}]}}}, "maxLength of 'a'"),
+        ({"properties": {}, "anyOf": [{"required": ["a"]}]}, "anyOf next to properties"),
+        ({"properties": {}, "required": ["a"]}, "required names 'a'"),
+        ({"properties": {"a": {"$ref": "#/$defs/B"}}}, "the schema of 'a' refers to a definition"),
+        ({"properties": {"a": {"type": "array", "minItems": -1}}}, "cannot be used"),
+        ({"properties": 5}, "properties must be an object"),
+    ],
+)
+async def test_arguments_that_cannot_be_written_between_tags_are_refused_where_they_are_required(
+    serve_template: Any, parameters: dict[str, Any], said: str
+) -> None:
+    served = await serve_template(CODER)
+    body = {"messages": [ASK], "tool_choice": "required"} | tool(parameters=parameters)
+    status, _, decoded = await served.post("/v1/chat/completions", body)
+
+    assert (status, decoded["error"]["param"]) == (400, "tools")
     assert said in decoded["error"]["message"]
 
 
