@@ -37,6 +37,7 @@ from laps_sd.errors import (
     Unauthenticated,
 )
 from laps_sd.service.advice import StreamTurns, Turns
+from laps_sd.service.files import read_bounded
 from laps_sd.service.keys import (
     ANONYMOUS,
     MAX_TENANT_CHARACTERS,
@@ -45,7 +46,16 @@ from laps_sd.service.keys import (
 )
 from laps_sd.service.log import get_logger
 
-__all__ = ["ANONYMOUS", "FAIRNESS_KEY", "TENANT_KEY", "KeyFile", "Quota", "TenantFileError", "Tenants"]
+__all__ = [
+    "ANONYMOUS",
+    "FAIRNESS_KEY",
+    "MAX_FILE_BYTES",
+    "TENANT_KEY",
+    "KeyFile",
+    "Quota",
+    "TenantFileError",
+    "Tenants",
+]
 
 log = get_logger(__name__)
 
@@ -96,14 +106,9 @@ class KeyFile:
     def read(cls, path: Path) -> KeyFile:
         """Read the file. Raises TenantFileError."""
         try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_FILE_BYTES + 1)
+            return cls.parse(read_bounded(path, MAX_FILE_BYTES, errors="strict"))
         except OSError as error:
-            raise TenantFileError(f"{path} cannot be read: {error.strerror}") from error
-        if len(raw) > MAX_FILE_BYTES:
-            raise TenantFileError(f"{path} must be at most {MAX_FILE_BYTES} bytes")
-        try:
-            return cls.parse(raw.decode())
+            raise TenantFileError(f"{path} cannot be read: {error.strerror or error}") from error
         except ValueError as error:  # errors of TOML, of UTF-8, and our own
             raise TenantFileError(f"{path}: {error}") from error
 

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multidict import CIMultiDict
 
 from gateway.settings import GatewaySettings
-from gateway.tenants import KeyFile, TenantFileError, Tenants
+from gateway.tenants import MAX_FILE_BYTES, KeyFile, TenantFileError, Tenants
 from laps_sd.client import AsyncClient
 from laps_sd.errors import (
     InvalidArgument,
@@ -178,6 +178,23 @@ class TestTheFile:
             KeyFile.read(tmp_path / "none.toml")
         with pytest.raises(StartupError, match=r"LAPS_SD_API_KEYS_FILE: .* cannot be read"):
             tenants_of(tmp_path / "none.toml")
+
+    @pytest.mark.parametrize(
+        ("octets", "said"),
+        [
+            (b"#" * (MAX_FILE_BYTES + 1), "cannot be read: it is larger than 4194304 bytes"),
+            (b"[tenants.caf\xe9]", "utf-8"),
+        ],
+        ids=["large", "not UTF-8"],
+    )
+    def test_that_is_no_text_of_a_bounded_size_is_refused(
+        self, tmp_path: Path, octets: bytes, said: str
+    ) -> None:
+        path = tmp_path / "tenants.toml"
+        path.write_bytes(octets)
+
+        with pytest.raises(TenantFileError, match=said):
+            KeyFile.read(path)
 
     def test_is_read_again_when_it_changes_and_kept_when_it_breaks(self, key_file: Path) -> None:
         tenants = tenants_of(key_file)
