@@ -186,6 +186,17 @@ def test_a_panel_names_lines_by_labels_that_its_query_keeps() -> None:
             assert named <= kept, panel["title"]
 
 
+def test_the_dashboard_shows_every_component() -> None:
+    asked = {
+        component
+        for panel in dashboard()["panels"]
+        for target in panel["targets"]
+        for component in re.findall(r"\blaps_sd_([a-z]+)_\w+\{", target["expr"])
+    }
+
+    assert asked == {"gateway", "scheduler", "worker", "operator"}
+
+
 def test_panels_fill_a_grid_without_overlapping() -> None:
     places = [panel["gridPos"] for panel in dashboard()["panels"]]
     cells = [
