@@ -161,6 +161,7 @@ async def test_the_api_server_takes_a_pool_as_the_chart_writes_it(
         ({"replicas": -1}, "spec.replicas"),
         ({"maxReplicas": 0}, "spec.maxReplicas"),
         ({"scheduler": "no-port"}, "spec.scheduler"),
+        ({"scheduler": "s:65536"}, "spec.scheduler"),
         ({"drainSeconds": 0}, "spec.drainSeconds"),
         ({"template": {"spec": {"containers": [{"name": "other"}]}}}, 'a container named \\"worker\\"'),
         ({"template": {}}, "spec.template.spec"),

@@ -113,6 +113,9 @@ def test_a_pool_with_every_field_is_accepted() -> None:
         (("spec", "scheduler"), "http://s.models:50052"),
         (("spec", "scheduler"), "s models:50052"),
         (("spec", "scheduler"), 300 * "s" + ":50052"),
+        (("spec", "scheduler"), "s:0"),
+        (("spec", "scheduler"), "s:65536"),
+        (("spec", "scheduler"), "s:70000"),
         (("spec", "model"), {"target": ""}),
         (("spec", "vllmArgs"), {"pipeline_parallel_size": "2"}),
         (("spec", "engine"), "tgi"),
@@ -128,7 +131,9 @@ def test_a_field_that_the_operator_reads_has_a_type(path: tuple[str | int, ...],
     assert "$.spec" in problems[0]
 
 
-@pytest.mark.parametrize("address", ["s:1", "10.0.0.7:50052", "s-0.s.models.svc:50052", "[fd00::1]:50052"])
+@pytest.mark.parametrize(
+    "address", ["s:1", "10.0.0.7:50052", "s-0.s.models.svc:50052", "[fd00::1]:50052", "s:65535"]
+)
 def test_an_address_of_a_scheduler_is_accepted(address: str) -> None:
     assert definition.problems(changed(("spec", "scheduler"), address)) == []
 
