@@ -47,7 +47,10 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "restore_s": "Waiting and buffers",
     }
 
-    grpc_host: str = field("127.0.0.1", help="Address the gRPC server listens on; 0.0.0.0 in a container")
+    grpc_host: str = field(
+        "127.0.0.1",
+        help="Address the gRPC server listens on; :: is every address of IPv6 and IPv4, for a container",
+    )
     http_port: int | None = field(
         8000,
         help="Port of the OpenAI-style HTTP server, at the address of the gRPC server; 0 takes a free one, empty serves none",

@@ -75,6 +75,7 @@ from gateway.links.shards import Shards
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, LapsSdError, StartupError, Unavailable
 from laps_sd.service.certificates import ServedCertificate
+from laps_sd.service.listening import EVERY_ADDRESS
 from laps_sd.service.log import get_logger
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.service.serving import ServiceApp
@@ -143,7 +144,7 @@ class HttpServer:
         """Bind the port and start to answer. Raises StartupError."""
         settings = self._calls.settings
         assert settings.http_port is not None, "whoever wants no HTTP makes no server"
-        bound = _bind(settings.grpc_host, settings.http_port)
+        bound = _bind(settings.listen_host, settings.http_port)
         self.port = int(bound.getsockname()[1])
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
@@ -156,7 +157,9 @@ class HttpServer:
             ssl_handshake_timeout=None if tls is None else HEADERS_S,
             backlog=BACKLOG,
         )
-        log.info("listening for HTTP", host=settings.grpc_host, port=self.port, tls=settings.tls is not None)
+        log.info(
+            "listening for HTTP", host=settings.listen_host, port=self.port, tls=settings.tls is not None
+        )
 
     async def stop_listening(self) -> None:
         """Accept no new connections; calls in progress continue."""
@@ -359,7 +362,9 @@ def _put_key(parsed: ParsedRequest, key: str) -> None:
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
+        return socket.create_server(
+            address[:2], family=family, backlog=1024, dualstack_ipv6=host == EVERY_ADDRESS
+        )
     except OSError as error:
         raise StartupError(
             f"The HTTP port {port} on {host} cannot be opened: {error.strerror or error}; "

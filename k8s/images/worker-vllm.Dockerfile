@@ -47,7 +47,7 @@ RUN export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_COMPILE=0 PIP_
 # /cache is the one writable folder apart from /tmp: compiled kernels and graphs, and what vLLM downloads. The root may be read-only.
 ENV HOME=/cache USER=laps-sd VLLM_CACHE_ROOT=/cache/vllm HF_HOME=/cache/huggingface VLLM_NO_USAGE_STATS=1 \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
-    LAPS_SD_GRPC_HOST=0.0.0.0 LAPS_SD_HEALTH_PORT=50050
+    LAPS_SD_GRPC_HOST=:: LAPS_SD_HEALTH_PORT=50050
 USER 10001:10001
 WORKDIR /tmp
 # As that user: what a worker imports before it loads vLLM, and whether this vLLM is one that LAPS-SD supports.

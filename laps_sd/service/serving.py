@@ -146,18 +146,18 @@ class ServiceApp:
             self.health_port = self._bind(self._health_server, self.settings.health_port, "health", None)
             await self._health_server.start()
         if self.settings.metrics_port is not None:
-            self.metrics = metrics.serve_metrics(self.settings.metrics_port, self.settings.grpc_host)
+            self.metrics = metrics.serve_metrics(self.settings.metrics_port, self.settings.listen_host)
         await self.server.start()
         log.info(
             "listening",
-            host=self.settings.grpc_host,
+            host=self.settings.listen_host,
             port=self.port,
             tls=self.settings.tls is not None,
             metrics_port=self.metrics.port if self.metrics else None,
         )
 
     def _bind(self, server: grpc.aio.Server, port: int, kind: str, tls: Tls | None) -> int:
-        host = self.settings.grpc_host
+        host = self.settings.listen_host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             _probe(host, port)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from laps_sd.service import log as logging
 from laps_sd.service.config import Settings, field
+from laps_sd.service.listening import available_host
 from laps_sd.service.wire import MAX_MESSAGE_BYTES, Tls
 
 
@@ -25,7 +26,9 @@ class ServingSettings(Settings):
         "tls_cert": "TLS of the listener",
     }
 
-    grpc_host: str = field("127.0.0.1", help="Address to listen on; 0.0.0.0 in a container")
+    grpc_host: str = field(
+        "127.0.0.1", help="Address to listen on; :: is every address of IPv6 and IPv4, for a container"
+    )
     grpc_port: int = field(
         50051, help="Port of the gRPC server; 0 takes a free one", minimum=0, maximum=65535
     )
@@ -73,6 +76,11 @@ class ServingSettings(Settings):
             yield "LAPS_SD_TLS_CERT and LAPS_SD_TLS_KEY must be set together."
         if self.tls_client_ca is not None and self.tls_cert is None:
             yield "LAPS_SD_TLS_CLIENT_CA needs LAPS_SD_TLS_CERT."
+
+    @property
+    def listen_host(self) -> str:
+        """Return the address on which to listen, on this machine."""
+        return available_host(self.grpc_host)
 
     @property
     def local_only(self) -> bool:

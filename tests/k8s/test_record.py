@@ -37,7 +37,7 @@ def record(helm3: Any, tmp_path: Path, port: int) -> Iterator[subprocess.Popen[b
         ("/etc/laps-sd/redis-password/password", str(tmp_path / "password")),
         ("port 6379", f"port {port}"),
         ("dir /data", f"dir {tmp_path}"),
-        ("bind *", "bind 127.0.0.1"),
+        ("bind * -::*", "bind 127.0.0.1"),
     ):
         assert ours in script
         script = script.replace(ours, theirs)

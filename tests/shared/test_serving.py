@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -119,6 +120,33 @@ async def running(
             yield app, scripted, channel
     finally:
         await app.stop()
+
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+
+
+@needs_ipv6
+async def test_every_address_is_one_of_ipv6_and_of_ipv4():
+    async with running(grpc_host="::", metrics_port=0, health_port=0) as (app, _, _):
+        for host in ("127.0.0.1", "[::1]"):
+            for port in (app.port, app.health_port):
+                async with make_channel(f"{host}:{port}") as channel:
+                    await health_pb2_grpc.HealthStub(channel).Check(
+                        health_pb2.HealthCheckRequest(service="liveness")
+                    )
+            url = f"http://{host}:{app.metrics.port}/metrics"
+            assert "python_info" in await asyncio.to_thread(
+                lambda url=url: urllib.request.urlopen(url).read().decode()
+            )
+
+
+async def test_without_ipv6_every_address_is_one_of_ipv4(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    async with running(grpc_host="::", metrics_port=0) as (_, _, channel):
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"))
+
+    assert settings(grpc_host="::").listen_host == "0.0.0.0"
+    assert settings(grpc_host="::1").listen_host == "::1"
 
 
 async def test_a_stream_whose_peer_fell_silent_is_told_so(monkeypatch):

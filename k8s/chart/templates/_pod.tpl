@@ -16,7 +16,7 @@
 {{/* What the chart decides for every service. Arguments: root, grpcPort, drainSeconds. */}}
 {{- define "laps-sd.servingEnv" -}}
 - name: LAPS_SD_GRPC_HOST
-  value: "0.0.0.0"
+  value: "::"
 - name: LAPS_SD_GRPC_PORT
   value: {{ .grpcPort | quote }}
 - name: LAPS_SD_METRICS_PORT

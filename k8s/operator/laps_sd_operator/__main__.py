@@ -20,6 +20,7 @@ from typing import Any
 from laps_sd.errors import StartupError
 from laps_sd.service.certificates import expose_expiry
 from laps_sd.service.config import load
+from laps_sd.service.listening import EVERY_ADDRESS, available_host
 from laps_sd.service.log import configure, get_logger
 from laps_sd.service.metrics import MetricsServer, serve_metrics
 from laps_sd.service.wire import LinkSettings, link_tls
@@ -70,7 +71,7 @@ async def serve(namespace: str, health_port: int, metrics_port: int) -> str:
 def open_metrics(port: int) -> MetricsServer:
     """Serve the metrics. Raises StartupError."""
     try:
-        return serve_metrics(port, "0.0.0.0")  # noqa: S104 — of its pod
+        return serve_metrics(port, available_host(EVERY_ADDRESS))
     except StartupError as error:
         raise StartupError(str(error).replace("LAPS_SD_METRICS_PORT", METRICS_PORT)) from error
 

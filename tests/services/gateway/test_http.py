@@ -985,6 +985,16 @@ class TestARefusal:
 
 
 class TestTheServer:
+    @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+    async def test_listens_on_every_address_of_ipv6_and_ipv4(self, serve: Any) -> None:
+        served: Served = await serve(grpc_host="::", anonymous="yes")
+        assert served.running.gateway.http is not None
+        for host in ("127.0.0.1", "[::1]"):
+            async with served.session.get(
+                f"http://{host}:{served.running.gateway.http.port}/health"
+            ) as answer:
+                assert answer.status == 200
+
     async def test_lists_its_model(self, served: Served) -> None:
         async with served.session.get(served.url + "/v1/models") as response:
             (listed,) = (await response.json())["data"]
