@@ -1,5 +1,5 @@
 """An API server of the tests: lists, watches, patches and Events over real HTTP, with the rules of Kubernetes that the
-operator relies on. test_cluster.py has a real one.
+operator relies on, and objects that Helm looks up while it renders. test_cluster.py has a real one.
 
     async with ApiServer().serve() as server:
         server.add("speculativepools", pool)
@@ -25,17 +25,22 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.k8s import definition
+from tests.k8s import definition, discovery
 from tests.k8s.schemas import Schemas
 
 NAMESPACE = "models"
-GROUPS = {
-    "speculativepools": "/apis/laps-sd.dev/v1alpha1",
-    "deployments": "/apis/apps/v1",
-    "pods": "/api/v1",
-    "events": "/api/v1",
-    "leases": "/apis/coordination.k8s.io/v1",
+RESOURCES = {
+    "speculativepools": ("/apis/laps-sd.dev/v1alpha1", "SpeculativePool"),
+    "deployments": ("/apis/apps/v1", "Deployment"),
+    "statefulsets": ("/apis/apps/v1", "StatefulSet"),
+    "pods": ("/api/v1", "Pod"),
+    "events": ("/api/v1", "Event"),
+    "configmaps": ("/api/v1", "ConfigMap"),
+    "secrets": ("/api/v1", "Secret"),
+    "services": ("/api/v1", "Service"),
+    "leases": ("/apis/coordination.k8s.io/v1", "Lease"),
 }
+"""Path of the group's version, and kind."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 Object = dict[str, Any]
@@ -73,7 +78,7 @@ class ApiServer:
         """Answer to each call with this verb for this resource."""
         self.calls: list[tuple[str, str]] = []
         self.pods_start = True
-        self._objects: dict[str, dict[str, Object]] = {resource: {} for resource in GROUPS}
+        self._objects: dict[str, dict[str, Object]] = {resource: {} for resource in RESOURCES}
         self._version = 10
         self._compacted = 0
         self._history: list[tuple[int, str, str, Object]] = []
@@ -142,6 +147,13 @@ class ApiServer:
         """Create an object as a user does."""
         return self._create(resource, copy.deepcopy(found))
 
+    def add_rendered(self, rendered: Sequence[Object]) -> None:
+        """Create what Helm has rendered, of the kinds that are served."""
+        resources = {kind: resource for resource, (_, kind) in RESOURCES.items()}
+        for made in rendered:
+            if made["kind"] in resources:
+                self.add(resources[made["kind"]], made)
+
     def change(self, resource: str, name: str, patch: Object) -> Object:
         """Send a merge patch as a user does, of the status too."""
         return self._write(resource, name, lambda found: merged(found, patch))
@@ -178,6 +190,8 @@ class ApiServer:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
+            if described := discovery.answer(request.path, NAMESPACE, RESOURCES):
+                return web.json_response(described)
             resource, name, sub = self._place(request.path)
             verb = _verb(request, name)
             full = f"{resource}/{sub}" if sub else resource
@@ -255,7 +269,7 @@ class ApiServer:
 
     def _place(self, path: str) -> tuple[str, str, str]:
         """Return resource, name and subresource of a path."""
-        for resource, group in GROUPS.items():
+        for resource, (group, _) in RESOURCES.items():
             prefix = f"{group}/namespaces/{NAMESPACE}/{resource}"
             if path == prefix or path.startswith(f"{prefix}/"):
                 name, _, sub = path[len(prefix) + 1 :].partition("/")
@@ -414,10 +428,10 @@ def complete(resource: str, found: Object) -> None:
 
 
 def selected(found: Object, query: Mapping[str, str]) -> bool:
-    """Return whether the object has the label, or the label with the value, of `labelSelector`."""
-    label, _, value = query.get("labelSelector", "").partition("=")
+    """Return whether the object has each label, or label with its value, of `labelSelector`."""
     labels = found["metadata"].get("labels") or {}
-    return not label or (label in labels and value in ("", labels[label]))
+    parts = (part.partition("=") for part in query.get("labelSelector", "").split(","))
+    return all(label in labels and value in ("", labels[label]) for label, _, value in parts if label)
 
 
 def merged(found: Any, patch: Any) -> Any:

@@ -119,4 +119,5 @@ def kubeconfig_of(url: str, path: Path) -> Path:
         "current-context": "c",
     }
     path.write_text(yaml.safe_dump(found), encoding="utf-8")
+    path.chmod(0o600)  # Helm warns of others
     return path

@@ -1,7 +1,7 @@
 """An upgrade that would leave requests behind is refused with a sentence, unless its values accept it by name.
 
-The objects of the release before are in an API server that can do nothing else: an upgrade that is not refused ends after
-it was rendered.
+The objects of the release before are in an API server without schemas: an upgrade that is not refused ends after it was
+rendered.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.k8s.api_server import ApiServer
 from tests.k8s.conftest import MATRIX
-from tests.k8s.helm import NAMESPACE, Refused
-from tests.k8s.lookups import api_server, kubeconfig
+from tests.k8s.helm import Refused
+from tests.k8s.operator_process import kubeconfig_of
 
 RENDERED = "unable to build kubernetes objects from release manifest"
 """Helm's error once everything is rendered."""
@@ -31,10 +32,9 @@ SECRET: dict[str, Any] = {"redis": {"bundled": {"enabled": False}, "external": {
 def upgrade(helm3: Any, tmp_path: Path) -> Any:
     def run(before: dict[str, Any], after: dict[str, Any], release: str = "demo") -> str:
         """Return why Helm ended: the chart's sentence, or RENDERED."""
-        with api_server(helm3.render(before)) as url:
-            config = tmp_path / "config"
-            config.write_text(kubeconfig(url, NAMESPACE))
-            config.chmod(0o600)
+        with ApiServer().serve_beside() as server:
+            server.run(lambda: server.add_rendered(helm3.render(before)))
+            config = kubeconfig_of(server.url, tmp_path / "config")
             with pytest.raises(Refused) as refused:
                 helm3.upgrade(after, kubeconfig=config, release=release)
         return str(refused.value)
