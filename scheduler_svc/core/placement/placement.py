@@ -78,10 +78,13 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
 
 def _try_next(worker: Worker, suspects: list[Request], shard: Shard, ledger: Ledger) -> None:
     """Lease the next suspect to a worker that has none. Other requests there are cleared, and make room."""
+    if worker.facts is None or worker.draining:  # it has not come up, or leaves
+        shard.set_alone(worker, False)
+        return
     able = (suspect for suspect in suspects if suspect.worker is None and worker.holds(suspect))
     request = next(able, None)
-    if request is None or worker.draining:
-        shard.set_alone(worker, False)  # its suspect is cleared or has ended, or it leaves itself
+    if request is None:
+        shard.set_alone(worker, False)  # its suspect is cleared or has ended
         return
     _clear(worker, shard, ledger)
     if ledger.now_s >= worker.quiet_at_s:

@@ -276,7 +276,12 @@ class Shard:
             del listed[request.request_id]
             if not listed:
                 del self._listed_of[request.account]
-        if worker.alone and request.runs_alone:
+        # A record that lost its newest rounds may name one worker for two requests that must run alone.
+        if (
+            worker.alone
+            and request.runs_alone
+            and not any(other.runs_alone for other in worker.members.values())
+        ):
             self.set_alone(worker, False)
         else:
             self._list_changed(worker)
