@@ -43,7 +43,7 @@ from scheduler_svc.core.commands import (
     Rank,
     Release,
 )
-from scheduler_svc.core.events import EndRequested, Event, WorkerDraining
+from scheduler_svc.core.events import EndRequested, Event, Recovered, WorkerDraining
 from scheduler_svc.core.merged_rounds import MergedRounds
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.chores import Chores
@@ -267,6 +267,10 @@ class Loop:
     async def _turn(self, items: Iterable[Item]) -> None:
         turn = Turn(self.clock(), events=self._repair.events)
         self._repair.events = []
+        for event in turn.events:
+            # The record may name a worker that was lost before, or that never dialled this leader.
+            if isinstance(event, Recovered) and event.worker_id is not None:
+                self.roster.expect(event.worker_id, turn.now_s)
         for item in items:
             self._collect(turn, item)
         self.timers.run_due(turn)

@@ -72,8 +72,8 @@ class Roster:
         return self.fingerprint == fingerprint
 
     def expect(self, worker_id: str, now_s: float) -> None:
-        """Give a worker with leases on the record its grace period, in which it can send a hello to a new
-        leader.
+        """Give a worker with leases on the record its grace period, in which it can send a hello to this leader. One that
+        is known changes nothing.
         """
         if worker_id not in self.workers:
             entry = self.workers[worker_id] = WorkerEntry(worker_id)

@@ -338,6 +338,28 @@ async def test_one_lost_request_is_written_back_when_the_record_is_found_without
         assert (tokens, end.kind) == ([10, 11, 12], STOP)
 
 
+async def test_a_request_continues_that_the_record_has_leased_to_a_worker_that_is_gone(
+    operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    """The record refuses a report, and names another worker. No stream of that one will ever end, so only its grace
+    period ends the lease.
+    """
+    scheduler = await start_own(worker_grace_s=0.1)
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        of_another = {"worker": "gone", "leased_to": "gone", "lease_epoch": lease + 1}
+        await operator.hset("laps-sd:{s}:request:r1", mapping=of_another)
+
+        await gpu.send_reports(gpu.report("r1", lease, 0, [10], end=STOP))
+
+        again = (await gpu.assigned("r1"))["r1"].lease_epoch
+        assert again == lease + 2
+        await gpu.run_round("r1", again, 0, [10], end=STOP)
+        tokens, end = await client.read("r1-client")
+        assert (tokens, end.kind) == ([10], STOP)
+
+
 async def test_without_leader_and_record_a_gateway_restores_what_it_has_shown(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
