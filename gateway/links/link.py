@@ -47,7 +47,7 @@ from laps_sd.service.leader_link import (
     watch,
 )
 from laps_sd.service.log import get_logger
-from laps_sd.service.wire import denial, link_tls, make_channel
+from laps_sd.service.wire import Tls, denial, link_tls, make_channel
 from laps_sd.v1 import admin_pb2, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
@@ -78,7 +78,9 @@ class ShardLink:
         *,
         seeds: Sequence[str] | None = None,
         rng: random.Random | None = None,
+        tls: Tls | None = None,
     ) -> None:
+        """`tls`: what all links of the gateway share; None: as the settings have it."""
         self.shard = shard
         self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
         """Addresses of schedulers; each of them names the leader. May change at any time; the next round of
@@ -92,6 +94,7 @@ class ShardLink:
         """Event that the first leader sets; it stays set."""
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._settings = settings
+        self._tls = link_tls(settings) if tls is None else tls
         self._rng = rng or random.Random()
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
@@ -263,7 +266,7 @@ class ShardLink:
         leader = ""
         call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] | None = None
         try:
-            async with make_channel(address, link_tls(self._settings)) as channel:
+            async with make_channel(address, self._tls) as channel:
                 stub = gateway_link_pb2_grpc.GatewayLinkStub(channel)
                 call = stub.Connect()
                 hello = await exchange_hellos(call, self.gateway_id, timeout_s=self._settings.dial_timeout_s)

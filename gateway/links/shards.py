@@ -32,7 +32,7 @@ from gateway.settings import GatewaySettings
 from laps_sd.errors import LapsSdError, NotFound, StartupError, Unavailable
 from laps_sd.service.files import read_bounded
 from laps_sd.service.log import get_logger
-from laps_sd.service.wire import seed_problems
+from laps_sd.service.wire import link_tls, seed_problems
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
 __all__ = ["ShardPlace", "Shards", "new_request_id", "parse_shards"]
@@ -101,6 +101,7 @@ class Shards:
     def __init__(self, settings: GatewaySettings, *, rng: random.Random | None = None) -> None:
         """Read the shards file, if there is one. Raises StartupError if it cannot be used."""
         self._settings = settings
+        self._tls = link_tls(settings)
         self._rng = rng or random.Random()
         self._links: dict[str, ShardLink] = {}
         self._named: set[str] = set()
@@ -296,7 +297,9 @@ class Shards:
         for place in places:
             link = self._links.get(place.shard)
             if link is None:
-                self._links[place.shard] = ShardLink(self._settings, place.shard, seeds=place.seeds)
+                self._links[place.shard] = ShardLink(
+                    self._settings, place.shard, seeds=place.seeds, tls=self._tls
+                )
             else:
                 link.seeds = list(place.seeds)
         self._draining = {place.shard for place in places if place.draining}

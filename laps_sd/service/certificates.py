@@ -6,7 +6,7 @@
 
 A listener reads its files again when they have changed, at the next handshake. Connections that exist stay. Files that do
 not go together (a renewal that is half written) change nothing, and are logged once. A dialler reads its files for each
-connection (`wire.make_channel`).
+connection, and does the same with files that are missing for a moment (`wire.Tls`).
 """
 
 from __future__ import annotations

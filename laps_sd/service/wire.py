@@ -7,6 +7,7 @@ async with make_channel("scheduler:50052", link_tls(settings)) as channel:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import grpc.aio
 
 from laps_sd.errors import StartupError
 from laps_sd.service.config import Settings, field
+from laps_sd.service.log import get_logger
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -30,6 +32,8 @@ __all__ = [
     "seed_problems",
     "server_options",
 ]
+
+log = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side accepts unless configured otherwise."""
@@ -84,6 +88,14 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     ]
 
 
+@dataclass(slots=True)
+class _Read:
+    """What a dialler has read from its files last, and why it could not read them since."""
+
+    credentials: grpc.ChannelCredentials | None = None
+    problem: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
     """PEM files of one end. `ca` verifies the peer; with a certificate and key this end identifies itself."""
@@ -93,12 +105,30 @@ class Tls:
     key: Path | None = None
     server_name: str = ""
     """Name that the server's certificate must have, if it is not the host of the address that is dialled."""
+    _last: _Read = dataclasses.field(default_factory=_Read, init=False, repr=False, compare=False)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a dialler; without `ca` the system's roots verify the server."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca), private_key=_read(self.key), certificate_chain=_read(self.cert)
-        )
+        """Return the credentials of a dialler, from the files as they are now; without `ca` the system's roots verify the
+        server.
+
+        If a file cannot be read any more (a renewal that removes it first), the credentials that were read last stay, and
+        that is logged once. Raises StartupError if none were read before.
+        """
+        last = self._last
+        try:
+            last.credentials = grpc.ssl_channel_credentials(
+                root_certificates=_read(self.ca),
+                private_key=_read(self.key),
+                certificate_chain=_read(self.cert),
+            )
+            last.problem = ""
+        except StartupError as error:
+            if last.credentials is None:
+                raise
+            if last.problem != str(error):
+                last.problem = str(error)
+                log.error("the TLS files cannot be used: the old ones stay", error=last.problem)
+        return last.credentials
 
     def channel_options(self) -> list[tuple[str, str]]:
         """Return the options of a dialler's channel that belong to its TLS."""
@@ -155,7 +185,7 @@ def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
 
 
 def link_tls(settings: LinkSettings) -> Tls | None:
-    """Return the TLS files of the dialler's side of a link; None: plain text."""
+    """Return the TLS files of the dialler's side of a link, to be kept for all its connections; None: plain text."""
     if not settings.link_tls:
         return None
     return Tls(ca=settings.link_tls_ca, cert=settings.link_tls_cert, key=settings.link_tls_key)

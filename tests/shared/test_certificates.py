@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from laps_sd.errors import StartupError
 from laps_sd.service.certificates import EXPIRY, ServedCertificate, expires_at, expose_expiry
@@ -175,6 +176,25 @@ def test_files_that_cannot_be_used_stop_the_start(folder: Path) -> None:
         ServedCertificate(Tls(cert=folder / "cert.pem", key=other / "key.pem"))
     with pytest.raises(StartupError, match="No such file"):
         ServedCertificate(Tls(cert=folder / "none.pem", key=folder / "key.pem"))
+
+
+async def test_a_dialler_keeps_what_it_has_read_while_a_renewal_replaces_its_files(
+    app: ServiceApp, folder: Path
+) -> None:
+    mine = certificate(folder, "mine")
+    assert mine.cert is not None
+    mine.channel_credentials()
+    mine.cert.unlink()
+
+    with capture_logs() as logged:
+        for _ in range(2):
+            async with make_channel(f"127.0.0.1:{app.port}", mine) as channel:
+                await health_pb2_grpc.HealthStub(channel).Check(CHECK)
+
+    [line] = logged
+    assert str(mine.cert) in line["error"]
+    with pytest.raises(StartupError, match="cannot be read"):
+        Tls(ca=mine.ca, cert=mine.cert, key=mine.key).channel_credentials()
 
 
 def self_signed(folder: Path, name: str, days: str) -> None:

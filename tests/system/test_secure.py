@@ -242,6 +242,28 @@ def test_a_worker_without_the_role_of_one_says_why_it_gets_no_work(
         secure_stack.restart("worker", link_tls_cert=own.cert, link_tls_key=own.key)
 
 
+async def test_gateway_and_worker_find_a_new_leader_while_their_files_are_replaced(
+    secure_stack: LocalStack, certificates: dict[str, Tls], tls: Tls
+) -> None:
+    """Between the moments at which a renewal removes the old files and writes the new ones."""
+    files = [shown for kind in ("gateway", "worker") if (shown := certificates[kind].cert) is not None]
+    for file in files:
+        file.rename(file.with_suffix(".away"))
+    try:
+        await asyncio.to_thread(secure_stack.restart, "scheduler")
+
+        async with grpc.aio.secure_channel(
+            secure_stack.gateway_address, tls.channel_credentials()
+        ) as channel:
+            request = seeded(PROMPT, seed=1, max_tokens=16, ignore_eos=True)
+            outcome = await stream(inference_pb2_grpc.InferenceStub(channel), request)
+    finally:
+        for file in files:
+            file.with_suffix(".away").rename(file)
+
+    assert len(outcome.tokens) == 16
+
+
 def test_an_operator_with_a_certificate_sees_the_worker(
     secure_stack: LocalStack, certificates: dict[str, Tls]
 ) -> None:

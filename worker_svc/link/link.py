@@ -92,6 +92,7 @@ class SchedulerLink:
     ) -> None:
         self.settings = settings
         self._seeds = seeds or SchedulerSeeds(settings)
+        self._tls = wire.link_tls(settings)
         self.worker_id = f"{settings.name}-{uuid.uuid4().hex[:8]}"
         self.runner = runner
         self.leader_epoch = ""
@@ -218,7 +219,7 @@ class SchedulerLink:
         """Dial one scheduler, and run the stream until it ends, for whatever reason."""
         greeted = False
         leader = ""
-        channel = wire.make_channel(address, wire.link_tls(self.settings))
+        channel = wire.make_channel(address, self._tls)
         call: Any = None
         reason = "the scheduler ended it"
         try:
