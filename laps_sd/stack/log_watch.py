@@ -11,11 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 from laps_sd.service.log import FACTS, REQUEST_ENDED, SHARD_LOAD
 from laps_sd.stack.children import Child
 from laps_sd.stack.local import LocalStack
+from laps_sd.stack.polling import Polling
 
 __all__ = ["LogWatch", "lines_to_show"]
 
@@ -32,36 +32,18 @@ UNKNOWN_VARIABLES = "unknown LAPS_SD variables"
 """Beginning of a warning that each child gives and `laps-sd up` has given before."""
 
 
-class LogWatch:
-    """Watch of the logs of a stack; see the top of this file.
-
-    Its own thread reads them from `start`, which may be before that of the stack, to `stop`.
-    """
+class LogWatch(Polling):
+    """Watch of the logs of a stack; see the top of this file. `start` may come before that of the stack."""
 
     def __init__(self, stack: LocalStack, *, report: Callable[[str], None]) -> None:
         """Prepare a watch; `report` gets the lines, from its thread."""
+        super().__init__("laps-sd-log-watch", LOOK_EVERY_S)
         self._stack = stack
         self._report = report
         self._read_up_to: dict[Path, int] = {}
         self._facts: deque[str] = deque(maxlen=64)
         """Facts about workers that were shown: equal workers are described once."""
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="laps-sd-log-watch", daemon=True)
-
-    def start(self) -> Self:
-        """Begin to look."""
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Look no further."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(LOOK_EVERY_S):
-            self.look()
 
     def look(self) -> None:
         """Report what was logged since the last look. Thread-safe."""

@@ -5,15 +5,13 @@ It gives one line when they no longer can, and one when they can again. `laps-sd
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 import grpc
 
 from laps_sd.stack.local import LocalStack
+from laps_sd.stack.polling import Polling
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 
 __all__ = ["RecordWatch"]
@@ -23,11 +21,8 @@ ANSWER_S = 1.0
 """Time limit for the answer of one scheduler, which needs no access to the record."""
 
 
-class RecordWatch:
-    """Watch of the record; see the top of this file.
-
-    Its own thread checks from the start of `with` to its end.
-    """
+class RecordWatch(Polling):
+    """Watch of the record; see the top of this file."""
 
     def __init__(
         self,
@@ -40,29 +35,15 @@ class RecordWatch:
 
         `report` gets the lines, from the thread of this watch; `describe` makes the first one.
         """
+        super().__init__("laps-sd-record-watch", LOOK_EVERY_S)
         self._stack = stack
         self._report = report
         self._describe = describe
         self._began_s: float | None = None
         """Time at which the outage began; None while there is none."""
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="laps-sd-record-watch", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(LOOK_EVERY_S):
-            self._look()
-
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Report what has changed since the last look."""
         answers = [self._query(address) for address in self._stack.scheduler_addresses]
         outages = [
             answer.record_outage

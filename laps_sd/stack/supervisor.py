@@ -9,14 +9,12 @@ and restart them when they choose.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from laps_sd.stack.children import Child
 from laps_sd.stack.local import LocalStack
+from laps_sd.stack.polling import Polling
 
 __all__ = ["Pauses", "Supervisor"]
 
@@ -75,8 +73,10 @@ class _Watch:
         """True if it ended on request, and is not started again."""
 
 
-class Supervisor:
-    """Supervisor of a stack; see the top of this file. Its own thread checks the children until `stop`."""
+class Supervisor(Polling):
+    """Supervisor of a stack; see the top of this file. Nothing is restarted after `stop`: call it before the stack is
+    stopped.
+    """
 
     def __init__(
         self,
@@ -90,37 +90,23 @@ class Supervisor:
         `report` gets one line for each death and one when the child is ready again, from the supervisor's
         thread. `pauses` makes the pauses of each child.
         """
+        super().__init__("laps-sd-supervisor", LOOK_EVERY_S)
         self.failure: BaseException | None = None
         """Error that ended the supervisor itself; None while it works."""
         self._stack = stack
         self._report = report
         self._pauses = pauses
         self._watches: dict[str, _Watch] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="laps-sd-supervisor", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Restart nothing from now on. Call it before the stack is stopped."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def look(self) -> None:
+        """Check each child once. An error ends the supervisor, as its `failure`."""
         try:
-            while not self._stopping.wait(LOOK_EVERY_S):
-                for child in list(self._stack.children.values()):
-                    if not self._stopping.is_set():
-                        self._look_at(child, time.monotonic())
+            for child in list(self._stack.children.values()):
+                if not self.stopping.is_set():
+                    self._look_at(child, time.monotonic())
         except BaseException as error:
             self.failure = error
+            self.stopping.set()
 
     def _look_at(self, child: Child, now_s: float) -> None:
         watch = self._watches.setdefault(child.name, _Watch(self._pauses(), now_s))
