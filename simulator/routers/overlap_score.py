@@ -8,28 +8,17 @@ computed. Blocks in use are those of the contexts of all requests there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.placement.routing import Router
+from scheduler_svc.core.placement.routing import Eligible, Router
 from scheduler_svc.core.state.request import Request
-from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
 
 class OverlapScore(Router):
     """Blocks to prefill and blocks in use, counted in tokens."""
 
-    def best(
-        self,
-        request: Request,
-        workers: Iterable[Worker],
-        able: Callable[[Worker], bool],
-        shard: Shard,
-        priors: Priors,
-    ) -> Worker | None:
+    def best(self, request: Request, eligible: Eligible) -> Worker | None:
         """Return the able worker of the least cost."""
-        cached = shard.caches.blocks_of(request)
+        cached = eligible.shard.caches.blocks_of(request)
 
         def cost(worker: Worker) -> float:
             to_compute = request.context_tokens - request.cached_in(cached.get(worker.worker_id, 0))
@@ -37,4 +26,4 @@ class OverlapScore(Router):
             in_use = request.context_tokens + sum(other.context_tokens for other in worker.members.values())
             return to_compute + in_use
 
-        return min(filter(able, workers), key=cost, default=None)
+        return min(filter(eligible.able, eligible.by_load), key=cost, default=None)

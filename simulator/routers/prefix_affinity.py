@@ -7,14 +7,10 @@ The router remembers what it sent and not what a worker has. It goes by load alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS
-from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.placement.routing import Router
+from scheduler_svc.core.placement.routing import Eligible, Router
 from scheduler_svc.core.state.block_index import BlockIndex
 from scheduler_svc.core.state.request import Request
-from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
 CACHE_THRESHOLD = 0.3
@@ -29,16 +25,9 @@ class PrefixAffinity(Router):
     def __init__(self) -> None:
         self._sent = BlockIndex()
 
-    def best(
-        self,
-        request: Request,
-        workers: Iterable[Worker],
-        able: Callable[[Worker], bool],
-        shard: Shard,
-        priors: Priors,
-    ) -> Worker | None:
+    def best(self, request: Request, eligible: Eligible) -> Worker | None:
         """Return the able worker with the longest prefix, the smallest record or the least load."""
-        candidates = list(filter(able, workers))
+        candidates = list(filter(eligible.able, eligible.by_load))
         if not candidates:
             return None
         loads = [len(worker.members) for worker in candidates]

@@ -14,7 +14,7 @@ from itertools import takewhile
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.placement.ledger import Ledger
-from scheduler_svc.core.placement.routing import Router
+from scheduler_svc.core.placement.routing import Eligible, Router
 from scheduler_svc.core.policies.base import resume_cost_s
 from scheduler_svc.core.rank import last_of_class
 from scheduler_svc.core.settings import CoreSettings
@@ -109,7 +109,8 @@ def _lease_reserved(shard: Shard, ledger: Ledger, priors: Priors, router: Router
         # Some worker holds it, or it would be parked; only unequal workers make this look further than the
         # first few.
         by_load = shard.worker_orders.by_load
-        free = router.best(request, by_load(), partial(_has_reserve_for, request), shard, priors)
+        able = partial(_has_reserve_for, request)
+        free = router.best(request, Eligible(by_load(), able, shard, priors))
         ledger.lease(request, free or next(worker for worker in by_load() if worker.holds(request)))
     for worker in list(shard.touched.values()):
         # With one slot the share is a slice of time, too rare to be worth the KV that a move costs. On a list
@@ -177,7 +178,7 @@ def _fill(shard: Shard, ledger: Ledger, front: _Front, priors: Priors, router: R
             return
         request, _ = front.at(at)  # an older rank is better than a free place
         able = partial(_has_room_for, shard, request)
-        room = router.best(request, _with_room(shard), able, shard, priors)
+        room = router.best(request, Eligible(_with_room(shard), able, shard, priors))
         if room is None:
             at += 1  # unequal workers: this one waits for a larger one
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from heapq import nlargest
-from typing import Final, Literal, get_args
+from typing import Final, Literal, final, get_args
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.native import mypyc_attr
@@ -27,39 +27,39 @@ MOST_COMPARED: Final = 16
 choice; it bounds the cost of a placement, and the others are rarely better."""
 
 
+@final
+class Eligible:
+    """The workers to which a request may be leased, and the state by which a router compares them."""
+
+    __slots__ = ("able", "by_load", "priors", "shard")
+
+    def __init__(
+        self, by_load: Iterable[Worker], able: Callable[[Worker], bool], shard: Shard, priors: Priors
+    ) -> None:
+        self.by_load: Final = by_load
+        """Workers that take work, the least loaded first; not all of them are able."""
+        self.able: Final = able
+        """Whether a worker may get the request."""
+        self.shard: Final = shard
+        self.priors: Final = priors
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Router(ABC):
     """Chooses workers. The simulator has routers of its own, to compare with."""
 
     @abstractmethod
-    def best(
-        self,
-        request: Request,
-        workers: Iterable[Worker],
-        able: Callable[[Worker], bool],
-        shard: Shard,
-        priors: Priors,
-    ) -> Worker | None:
-        """Return the worker to lease a queued request to, or None: no worker is able.
-
-        `workers`: those that take work, the least loaded first. `able`: whether one may get the request.
-        """
+    def best(self, request: Request, eligible: Eligible) -> Worker | None:
+        """Return the worker to lease a queued request to, or None: no worker is able."""
 
 
 class LeastLoaded(Router):
     """The least loaded worker, whatever it has computed."""
 
-    def best(
-        self,
-        request: Request,
-        workers: Iterable[Worker],
-        able: Callable[[Worker], bool],
-        shard: Shard,
-        priors: Priors,
-    ) -> Worker | None:
+    def best(self, request: Request, eligible: Eligible) -> Worker | None:
         """Return the first able worker: the one that soonest has had a round of each of its requests."""
-        for worker in workers:
-            if able(worker):
+        for worker in eligible.by_load:
+            if eligible.able(worker):
                 return worker
         return None
 
@@ -67,20 +67,14 @@ class LeastLoaded(Router):
 class SoonestDone(Router):
     """The worker with which all requests together are done soonest."""
 
-    def best(
-        self,
-        request: Request,
-        workers: Iterable[Worker],
-        able: Callable[[Worker], bool],
-        shard: Shard,
-        priors: Priors,
-    ) -> Worker | None:
+    def best(self, request: Request, eligible: Eligible) -> Worker | None:
         """Return the worker of the least cost among the able ones that are alike in load, and those that have a part of
         the prompt. A free slot comes before any place where a request waits, unless that worker has the prompt.
         """
+        able, shard, priors = eligible.able, eligible.shard, eligible.priors
         orders = shard.worker_orders
         compared: list[Worker] = []
-        for worker in workers:
+        for worker in eligible.by_load:
             if compared and orders.stage(worker) != orders.stage(compared[0]):
                 break
             if able(worker):
