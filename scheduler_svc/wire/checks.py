@@ -9,6 +9,7 @@ from laps_sd.errors import InvalidArgument
 from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from laps_sd.v1.inference_pb2 import SamplingParams
 
 MAX_NAME_LENGTH = 256
 MAX_HELD = 100_000
@@ -27,7 +28,22 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     """
     specification = submit.specification
     sampling = sampling_of(specification)
-    prompt_tokens = len(specification.prompt_ids)
+    _check_names(submit)
+    for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
+        if getattr(submit, name) > MAX_TIME_MS:
+            raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
+    _check_prompt(submit)
+    _check_outputs(submit, sampling.max_tokens, max_context_tokens - len(specification.prompt_ids))
+    _check_sampling(sampling)
+    if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
+        raise InvalidArgument(
+            "specification.output_format", f"must have at most {limits.RECORDED_FORMAT_BYTES} bytes"
+        )
+    if specification.logprobs > limits.RECORDED_LOGPROBS:
+        raise InvalidArgument("specification.logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
+
+
+def _check_names(submit: gateway_pb.Submit) -> None:
     _bounded("request_id", submit.request_id, minimum=1)
     if not submit.request_id.isprintable() or " " in submit.request_id:
         raise InvalidArgument("request_id", "must hold printable characters and no white space")
@@ -42,43 +58,49 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         raise InvalidArgument(
             "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"
         )
-    for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
-        if getattr(submit, name) > MAX_TIME_MS:
-            raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
+
+
+def _check_prompt(submit: gateway_pb.Submit) -> None:
+    """Check the prompt, and what is derived from it."""
+    specification = submit.specification
+    prompt_tokens = len(specification.prompt_ids)
     if prompt_tokens == 0:
         raise InvalidArgument("specification.prompt_ids", "must not be empty")
-    if sampling.max_tokens == 0:
-        raise InvalidArgument("specification.sampling.max_tokens", "must be at least 1")
-    if prompt_tokens + sampling.max_tokens > max_context_tokens:
-        raise InvalidArgument(
-            "specification.sampling.max_tokens",
-            f"with {prompt_tokens} prompt tokens must be at most {max_context_tokens - prompt_tokens}, "
-            f"got {sampling.max_tokens}",
-        )
     if max(specification.prompt_ids) > MAX_TOKEN_ID:
         raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
-    if len(submit.shown_ids) > sampling.max_tokens:
-        raise InvalidArgument(
-            "shown_ids",
-            f"must have at most max_tokens ({sampling.max_tokens}) entries, got {len(submit.shown_ids)}",
-        )
-    if max(submit.shown_ids, default=0) > MAX_TOKEN_ID:
-        raise InvalidArgument("shown_ids", f"must be at most {MAX_TOKEN_ID}")
-    problem = length_features.problem_of(submit.length_features)
-    if problem:
+    if problem := length_features.problem_of(submit.length_features):
         raise InvalidArgument("length_features", problem)
-    problem = prompt_blocks.problem_of(
-        submit.prompt_blocks, min(prompt_tokens // prompt_blocks.BLOCK_TOKENS, prompt_blocks.MOST_BLOCKS)
-    )
-    if problem:
+    most = min(prompt_tokens // prompt_blocks.BLOCK_TOKENS, prompt_blocks.MOST_BLOCKS)
+    if problem := prompt_blocks.problem_of(submit.prompt_blocks, most):
         raise InvalidArgument("prompt_blocks", problem)
     if len(specification.conversation) not in (0, prompt_blocks.NAME_BYTES):
         raise InvalidArgument(
             "specification.conversation",
             f"must have {prompt_blocks.NAME_BYTES} bytes, got {len(specification.conversation)}",
         )
+
+
+def _check_outputs(submit: gateway_pb.Submit, max_tokens: int, room: int) -> None:
+    """Check the output tokens that are requested and those that were shown. `room`: tokens that may follow the prompt."""
+    if max_tokens == 0:
+        raise InvalidArgument("specification.sampling.max_tokens", "must be at least 1")
+    if max_tokens > room:
+        raise InvalidArgument(
+            "specification.sampling.max_tokens",
+            f"with {len(submit.specification.prompt_ids)} prompt tokens must be at most {room}, got {max_tokens}",
+        )
+    if len(submit.shown_ids) > max_tokens:
+        raise InvalidArgument(
+            "shown_ids",
+            f"must have at most max_tokens ({max_tokens}) entries, got {len(submit.shown_ids)}",
+        )
+    if max(submit.shown_ids, default=0) > MAX_TOKEN_ID:
+        raise InvalidArgument("shown_ids", f"must be at most {MAX_TOKEN_ID}")
     if submit.shown_ids and not submit.restores:
         raise InvalidArgument("shown_ids", "must be empty in a submission that restores nothing")
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise InvalidArgument("specification.sampling.temperature", "must be finite and not negative")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
@@ -108,12 +130,6 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
             "specification.sampling.bad_words_ids",
             f"must hold lists of at most {limits.RECORDED_BAD_WORD_TOKENS} token ids",
         )
-    if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
-        raise InvalidArgument(
-            "specification.output_format", f"must have at most {limits.RECORDED_FORMAT_BYTES} bytes"
-        )
-    if specification.logprobs > limits.RECORDED_LOGPROBS:
-        raise InvalidArgument("specification.logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
 
 
 def check_attachment(submit: gateway_pb.Submit) -> None:

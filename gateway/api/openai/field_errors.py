@@ -28,7 +28,6 @@ Read = TypeVar("Read", bound=BaseModel)
 
 TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA = "<text>", "<ids>", "<several>", "<parts>", "<format>", "<schema>"
 NAME, OBJECT = "<name>", "<object>"
-TAGS = frozenset({TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA, NAME, OBJECT})
 """Names of the alternatives of a field, which are part of pydantic's location and of no client's."""
 MAX_NAME_CHARACTERS = 40
 
