@@ -32,7 +32,7 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
         if getattr(submit, name) > MAX_TIME_MS:
             raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
-    _check_prompt(submit)
+    _check_prompt(submit, max_context_tokens - 1)
     _check_outputs(submit, sampling.max_tokens, max_context_tokens - len(specification.prompt_ids))
     _check_sampling(sampling)
     if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
@@ -60,12 +60,17 @@ def _check_names(submit: gateway_pb.Submit) -> None:
         )
 
 
-def _check_prompt(submit: gateway_pb.Submit) -> None:
-    """Check the prompt, and what is derived from it."""
+def _check_prompt(submit: gateway_pb.Submit, most_tokens: int) -> None:
+    """Check the prompt, and what is derived from it. `most_tokens`: of a prompt, so that one output token has room."""
     specification = submit.specification
     prompt_tokens = len(specification.prompt_ids)
     if prompt_tokens == 0:
         raise InvalidArgument("specification.prompt_ids", "must not be empty")
+    if prompt_tokens > most_tokens:
+        raise InvalidArgument(
+            "specification.prompt_ids",
+            f"must have at most {max(0, most_tokens)} entries, got {prompt_tokens}",
+        )
     if max(specification.prompt_ids) > MAX_TOKEN_ID:
         raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
     if problem := length_features.problem_of(submit.length_features):

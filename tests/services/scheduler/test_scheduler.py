@@ -656,6 +656,9 @@ async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wai
         assert "61" in too_long.refused.detail
         assert fitting.accepted.request_id == "r2"
 
+        too_long = await client.submit("r3", submission_id=3, prompt=range(64), max_tokens=1)
+        assert too_long.refused.detail == "specification.prompt_ids must have at most 63 entries, got 64"
+
 
 async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
