@@ -52,7 +52,7 @@ class Cluster:
         settings: CoreSettings | None = None,
         *,
         priors: Priors | None = None,
-        heard_per_s: float | None = None,
+        reports_per_s: float | None = None,
         digest: bool = False,
         check: bool = False,
         on_progress: Callable[[int], None] | None = None,
@@ -63,7 +63,7 @@ class Cluster:
 
         `slowness`: how many times as long as on `machine` everything takes on each of the first workers.
 
-        `heard_per_s`: reports that the core receives in a second. The others wait, as those of a large shard do,
+        `reports_per_s`: reports that the core receives in a second. The others wait, as those of a large shard do,
         while their tokens count at once. None: the core receives each report when it is there.
         """
         settings = settings or CoreSettings()
@@ -71,7 +71,7 @@ class Cluster:
         if len(self._by_id) != len(jobs):
             raise ValueError("two jobs have the same request id")
         self.scheduler = Scheduler(make_policy(self._by_id, settings), settings, priors or Priors(), router)
-        self._rounds = None if heard_per_s is None else MergedRounds(heard_per_s)
+        self._rounds = None if reports_per_s is None else MergedRounds(reports_per_s)
         self._leases: dict[str, Lease] = {}
         self._machine = machine
         self._workers: dict[str, VirtualWorker] = {}

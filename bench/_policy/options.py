@@ -33,7 +33,7 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument(
         "--policy",
         action="append",
-        help="only these, as NAME or NAME:setting=value,… (default: what the regime names); heard_per_s=0.01 lets the "
+        help="only these, as NAME or NAME:setting=value,… (default: what the regime names); reports_per_s=0.01 lets the "
         "core receive up to four rounds of a worker together, router=NAME places requests in another way ("
         + ", ".join(ROUTERS)
         + "); there are: "

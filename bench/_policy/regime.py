@@ -96,7 +96,7 @@ def make_policy(spec: str, jobs: Mapping[str, Job], machine: Machine, settings: 
     return Oracle(settings, jobs, machine) if name == "oracle" else policy_named(name, settings)
 
 
-HEARD_PER_S = "heard_per_s"
+REPORTS_PER_S = "reports_per_s"
 """What a policy's settings may name beside those of the core: reports that the core receives in a second; the rest wait
 and are merged (`scheduler_svc/core/merged_rounds.py`)."""
 ROUTER = "router"
@@ -108,14 +108,14 @@ def settings_of(spec: str, common: Mapping[str, Any]) -> CoreSettings:
     regime's.
     """
     own = _own_settings(spec)
-    own.pop(HEARD_PER_S, None)
+    own.pop(REPORTS_PER_S, None)
     own.pop(ROUTER, None)
     return described(CoreSettings, {**common, **own}, spec)
 
 
-def heard_per_s_of(spec: str) -> float | None:
+def reports_per_s_of(spec: str) -> float | None:
     """Return how many reports a second the core receives; None: each of them."""
-    found = _own_settings(spec).get(HEARD_PER_S)
+    found = _own_settings(spec).get(REPORTS_PER_S)
     return None if found is None else float(found)
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bench._policy.regime import Regime, heard_per_s_of, make_policy, router_of, settings_of
+from bench._policy.regime import Regime, make_policy, reports_per_s_of, router_of, settings_of
 from bench._simulations import run_all
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
 from scheduler_svc.core.estimates.basis import Basis
@@ -54,7 +54,7 @@ def simulate(regime: Regime, spec: str, seed: int, data: Path | None) -> dict[st
         lambda by_id, settings: make_policy(spec, by_id, machine, settings),
         settings_of(spec, regime.settings),
         priors=taught(history),
-        heard_per_s=heard_per_s_of(spec),
+        reports_per_s=reports_per_s_of(spec),
         slowness=regime.slowness[: regime.workers],
         router=router_of(spec),
     ).run()

@@ -116,13 +116,13 @@ class Supervisor(Polling):
             if now_s >= watch.due_s:
                 self._start(child, watch, now_s)
         elif not child.alive:
-            self._mourn(child, watch, now_s)
+            self._report_end(child, watch, now_s)
         elif not watch.ready and self._stack.is_ready(child.name):
             watch.ready = True
             took_s = time.monotonic() - watch.started_s
             self._report(f"{child.name} is ready again after {took_s:.1f} s (process {child.pid})")
 
-    def _mourn(self, child: Child, watch: _Watch, now_s: float) -> None:
+    def _report_end(self, child: Child, watch: _Watch, now_s: float) -> None:
         who = f"{child.name} (process {child.pid}) {child.how_it_ended}"
         if child.name.startswith("worker-") and child.returncode == 0:
             watch.left = True

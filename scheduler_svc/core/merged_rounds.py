@@ -23,7 +23,7 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 
-HEARD_PER_S = 200
+REPORTS_PER_S = 200
 """Reports that the core receives in a second, about: with more workers each of them waits longer between two.
 Our choice: with ten workers whose rounds take 50 ms the core receives each round.
 """
@@ -47,8 +47,8 @@ class _Worker:
 class MergedRounds:
     """Reports that wait, by worker."""
 
-    def __init__(self, heard_per_s: float = HEARD_PER_S) -> None:
-        self._heard_per_s = heard_per_s
+    def __init__(self, reports_per_s: float = REPORTS_PER_S) -> None:
+        self._reports_per_s = reports_per_s
         self._workers: dict[str, _Worker] = {}
         self._hurried: set[str] = set()
 
@@ -108,7 +108,7 @@ class MergedRounds:
         """
         worker = self._worker(report.worker_id)
         worker.waiting.append(report)
-        interval_s = len(self._workers) / self._heard_per_s
+        interval_s = len(self._workers) / self._reports_per_s
         if now_s - worker.received_s < interval_s and len(worker.waiting) < MOST_ROUNDS and _can_wait(report):
             return []
         worker.received_s = now_s

@@ -31,7 +31,7 @@ def run(
     settings: CoreSettings = NO_RESERVE,
     digest: bool = False,
     check: bool = False,
-    heard_per_s: float | None = None,
+    reports_per_s: float | None = None,
 ) -> Outcome:
     def make(by_id, core_settings):
         return (
@@ -41,7 +41,7 @@ def run(
         )
 
     return Cluster(
-        jobs, machine, workers, make, settings, digest=digest, check=check, heard_per_s=heard_per_s
+        jobs, machine, workers, make, settings, digest=digest, check=check, reports_per_s=reports_per_s
     ).run()
 
 
@@ -340,7 +340,7 @@ def test_reports_that_wait_for_the_core_lose_no_token_and_hardly_any_time(slots:
     jobs = chat(300, 1.0, 5, machine, workers=3)
 
     at_once = run("laps-sd", jobs, machine, workers=3, check=True)
-    later = run("laps-sd", jobs, machine, workers=3, check=True, heard_per_s=0.001)
+    later = run("laps-sd", jobs, machine, workers=3, check=True, reports_per_s=0.001)
 
     assert later.steps < 0.8 * at_once.steps
     mean, late_mean = (

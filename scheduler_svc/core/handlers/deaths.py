@@ -72,6 +72,6 @@ class Deaths:
         if request.worker is None:
             self._shard.requeue(request)
         else:
-            ledger.release(request, tell_worker=True)
+            ledger.release(request, send_drop=True)
         why = f"worker {lost.worker_id} was lost, which it had just left; runs alone: {request.deaths} workers died with it"
         request.record_event(ledger.now_s, "requeued", why)

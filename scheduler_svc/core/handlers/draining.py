@@ -30,5 +30,5 @@ def move_running(worker: Worker, shard: Shard, priors: Priors, ledger: Ledger) -
 
 def _move(request: Request, ledger: Ledger) -> None:
     worker_id = request.worker
-    ledger.release(request, tell_worker=True)
+    ledger.release(request, send_drop=True)
     request.record_event(ledger.now_s, "requeued", f"worker {worker_id} is leaving")

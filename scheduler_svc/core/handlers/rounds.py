@@ -47,7 +47,7 @@ class Rounds:
                 ledger.drop(report.worker_id, progress.request_id, progress.lease_epoch)
             elif progress.position > request.emitted:
                 # It has tokens that neither the record nor this core has: its state cannot be trusted.
-                ledger.release(request, tell_worker=True)
+                ledger.release(request, send_drop=True)
                 request.record_event(ledger.now_s, "requeued", "its worker was ahead of the record")
             elif _is_duplicate(progress, request):
                 # The record answers "already", and the report can be acknowledged.

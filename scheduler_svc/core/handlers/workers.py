@@ -29,7 +29,7 @@ class Workers:
         """
         worker = self._shard.worker_up(event.facts)
         worker.must_send = True  # the list that it still has is replaced by ours
-        worker.told_drained = False
+        worker.drained_sent = False
         worker.free_target_blocks = event.facts.target_blocks
         worker.free_draft_blocks = event.facts.draft_blocks
         self._shard.caches.replaced(worker.worker_id, event.cached_blocks)
@@ -62,7 +62,7 @@ class Workers:
         self._deaths.count(worker, event.hung, ledger)
         self._shard.worker_lost(worker)
         for request in members:
-            ledger.release(request, tell_worker=False)
+            ledger.release(request, send_drop=False)
             if request.deaths >= MOST_DEATHS:
                 detail = GIVEN_UP.format(request.deaths, request.deaths - ALONE_AFTER)
                 request.record_event(ledger.now_s, "given up", f"worker {worker_id} was lost: {detail}")

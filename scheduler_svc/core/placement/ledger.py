@@ -72,19 +72,19 @@ class Ledger:
         alone = f", alone: {request.deaths} workers died with it" if request.runs_alone else ""
         request.record_event(self.now_s, "leased", f"to worker {worker.worker_id}{_cached(request)}{alone}")
 
-    def release(self, request: Request, *, tell_worker: bool) -> None:
+    def release(self, request: Request, *, send_drop: bool) -> None:
         """Take a request off its list into the queue."""
         self._record.append(
             Release(request.request_id, request.lease_epoch, request.deaths, request.death_round)
         )
-        self._take_off(request, tell_worker=tell_worker)
+        self._take_off(request, send_drop=send_drop)
         self.rank(request)
 
     def move(self, request: Request, worker: Worker, why: str) -> None:
         """Move a request from one list to another in one transition of the record. `why` describes that
         worker in its story.
         """
-        self._take_off(request, tell_worker=True)
+        self._take_off(request, send_drop=True)
         self._put(request, worker)
         request.record_event(self.now_s, "moved", f"to worker {worker.worker_id}, {why}{_cached(request)}")
 
@@ -95,8 +95,8 @@ class Ledger:
             self.rerank(request)  # less or more is left to be computed
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
 
-    def _take_off(self, request: Request, *, tell_worker: bool) -> None:
-        if tell_worker:
+    def _take_off(self, request: Request, *, send_drop: bool) -> None:
+        if send_drop:
             self.take_off(request)
         request.residency = Residency.NONE
         request.cached_tokens = self._shard.caches.most_tokens(request)
@@ -115,8 +115,8 @@ class Ledger:
             if assign is not None:
                 commands.append(assign)
         for worker in touched:
-            if worker.draining and not worker.members and not worker.told_drained:
-                worker.told_drained = True
+            if worker.draining and not worker.members and not worker.drained_sent:
+                worker.drained_sent = True
                 commands.append(Drained(worker.worker_id))
         return commands
 

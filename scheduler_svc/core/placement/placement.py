@@ -43,10 +43,10 @@ def place(shard: Shard, ledger: Ledger, settings: CoreSettings, priors: Priors, 
     """Bring leases in line with ranks, after the events of a step."""
     _run_alone(shard, ledger)
     _lease_reserved(shard, ledger, priors, router)
-    front = _Front(shard, ledger)
-    _fill(shard, ledger, front, priors, router)
-    _overtake(shard, ledger, front)
-    _take_back_the_worst(shard, ledger, settings)
+    head = _QueueHead(shard, ledger)
+    _fill(shard, ledger, head, priors, router)
+    _overtake(shard, ledger, head)
+    _release_overflow(shard, ledger, settings)
     _steal(shard, ledger, priors)
     _move_to_faster(shard, ledger, priors)
 
@@ -94,7 +94,7 @@ def _try_next(worker: Worker, suspects: list[Request], shard: Shard, ledger: Led
 
 def _clear(worker: Worker, shard: Shard, ledger: Ledger) -> None:
     for member in list(worker.members.values()):
-        ledger.release(member, tell_worker=True)
+        ledger.release(member, send_drop=True)
         why = f"worker {worker.worker_id} is cleared for a request that runs alone"
         member.record_event(ledger.now_s, "requeued", why)
     shard.set_alone(worker, True)
@@ -148,7 +148,7 @@ def _has_reserve_for(request: Request, worker: Worker) -> bool:
     return worker.holds(request) and worker.reserved < worker.reserved_share
 
 
-class _Front:
+class _QueueHead:
     """The best queued requests. New priors are applied lazily: to the requests at the front, and since that
     may move them back, to those after them; but to a bounded number in one step, so that its cost does not
     grow with the queue.
@@ -170,13 +170,13 @@ class _Front:
             self._left -= 1
 
 
-def _fill(shard: Shard, ledger: Ledger, front: _Front, priors: Priors, router: Router) -> None:
+def _fill(shard: Shard, ledger: Ledger, head: _QueueHead, priors: Priors, router: Router) -> None:
     """Lease queued requests, best rank first, to the worker that the router chooses, until the lists are full."""
     at = 0
     while at < len(shard.queued):
         if next(_with_room(shard), None) is None:
             return
-        request, _ = front.at(at)  # an older rank is better than a free place
+        request, _ = head.at(at)  # an older rank is better than a free place
         able = partial(_has_room_for, shard, request)
         room = router.best(request, Eligible(_with_room(shard), able, shard, priors))
         if room is None:
@@ -203,7 +203,7 @@ def has_room_for(shard: Shard, request: Request) -> bool:
     return any(worker.holds(request) for worker in _with_room(shard))
 
 
-def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
+def _overtake(shard: Shard, ledger: Ledger, head: _QueueHead) -> None:
     """Lease a queued request that belongs into the first part of a full list: onto the list with the worst
     end.
 
@@ -214,7 +214,7 @@ def _overtake(shard: Shard, ledger: Ledger, front: _Front) -> None:
     """
     refreshed = 0
     while shard.queued:
-        request, fresh = front.at(0)
+        request, fresh = head.at(0)
         key = request.key_now if fresh else last_of_class(request.key_now)
         full_lists = shard.worker_orders.full_lists_after(key)
         worker = next((worker for worker in full_lists if worker.holds(request)), None)
@@ -232,7 +232,7 @@ def _refresh_list(worker: Worker, ledger: Ledger) -> bool:
     return bool(stale)
 
 
-def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
+def _release_overflow(shard: Shard, ledger: Ledger, settings: CoreSettings) -> None:
     """Return requests to the queue that fell too far below the end of their list and have nothing on the
     worker.
     """
@@ -242,7 +242,7 @@ def _take_back_the_worst(shard: Shard, ledger: Ledger, settings: CoreSettings) -
         if worker.takes_work and len(worker.members) > keep:
             for request in worker.in_order[keep:]:
                 if not request.ran_here and not request.reserved and request.residency is Residency.NONE:
-                    ledger.release(request, tell_worker=True)
+                    ledger.release(request, send_drop=True)
 
 
 def _steal(shard: Shard, ledger: Ledger, priors: Priors) -> None:

@@ -251,8 +251,8 @@ class Request:
             if not self.left_out:
                 self._leave_out(story[STORY_HEAD])
             self._leave_out(story.pop(STORY_HEAD + 1))
-            said = f"{self.left_out} lines, {self.left_out_pauses} of them paused"
-            story[STORY_HEAD] = StoryLine(at_s=since_s, what=LEFT_OUT, detail=said)
+            count = f"{self.left_out} lines, {self.left_out_pauses} of them paused"
+            story[STORY_HEAD] = StoryLine(at_s=since_s, what=LEFT_OUT, detail=count)
         story.append(StoryLine(at_s=now_s, what=what, detail=detail))
 
     def _leave_out(self, line: StoryLine) -> None:

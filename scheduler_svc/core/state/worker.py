@@ -41,7 +41,7 @@ class Worker:
     """Members that took part in the last round it reported."""
     must_send: bool = False
     """True after its hello: it gets its list, whatever the list holds."""
-    told_drained: bool = False
+    drained_sent: bool = False
     reserved: int = 0
     """Members that may use the reserved share."""
     unsent: int = 0
@@ -89,7 +89,7 @@ class Worker:
         A round needs room for the longest draft even when it will draft less, so a draft is set aside.
         """
         facts = self.facts
-        assert facts is not None, "asked of workers that take work"
+        assert facts is not None, "only a worker that has come up has a capacity"
         pools = [facts.target_blocks, facts.draft_blocks] if facts.draft_blocks else [facts.target_blocks]
         return min(facts.max_length, min(pools) * facts.block_size - facts.max_draft_len)
 
@@ -126,7 +126,7 @@ class Worker:
     def is_short_of_blocks(self) -> bool:
         """Return whether either pool is so full that `choose` may suspend preemption."""
         facts = self.facts
-        assert facts is not None, "asked of workers that take work"
+        assert facts is not None, "only a worker that has come up has a capacity"
         return (
             facts.target_blocks - self.free_target_blocks > LATCH_OFF * facts.target_blocks
             or facts.draft_blocks - self.free_draft_blocks > LATCH_OFF * facts.draft_blocks
@@ -141,7 +141,7 @@ class Worker:
         report.
         """
         facts = self.facts
-        assert facts is not None, "asked of workers that take work"
+        assert facts is not None, "only a worker that has come up has a capacity"
         if len(self.running) < len(self.members):
             return False
         free = (
