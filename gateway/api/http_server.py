@@ -143,7 +143,7 @@ class HttpServer:
     async def start(self) -> None:
         """Bind the port and start to answer. Raises StartupError."""
         settings = self._calls.settings
-        assert settings.http_port is not None, "whoever wants no HTTP makes no server"
+        assert settings.http_port is not None, "without a port there is no HTTP server"
         bound = _bind(settings.listen_host, settings.http_port)
         self.port = int(bound.getsockname()[1])
         await self._runner.setup()

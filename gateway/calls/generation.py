@@ -65,7 +65,7 @@ class Generation:
         """Every choice has ended, and all of its output was returned."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        """What `read` waits for. An event would cost several calls more for each delivery."""
+        """The future that `read` waits for. An event would cost several calls more for each delivery."""
         self.listen(self._wake)
 
     def listen(self, on_news: Callable[[], object]) -> None:

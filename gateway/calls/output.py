@@ -21,7 +21,7 @@ __all__ = ["Output", "Piece", "accepted_event", "silent_ids"]
 
 @dataclass(slots=True)
 class Piece:
-    """What one output grew by, and its end if it has ended. Positions are those of the whole output."""
+    """New text and tokens of one output, and its end if it has ended. Positions are those of the whole output."""
 
     text: str
     token_ids: Sequence[int]

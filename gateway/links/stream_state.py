@@ -1,7 +1,7 @@
 """The states of a client's stream, as a table: state × event → next state and what to do. Pure.
 
-An event that a state does not list changes nothing: an answer that comes late, or to a question that the
-state never asks.
+An event that a state does not list changes nothing: an answer that comes late, or to a message that is not sent in
+that state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["STEPS", "StreamAction", "StreamEvent", "StreamState", "step"]
 
 
 class StreamState(Enum):
-    """Where a stream is between `submit` or `attach` and its end."""
+    """States of a stream between `submit` or `attach` and its end."""
 
     SUBMITTING = auto()
     """Its request was submitted and is not accepted."""
@@ -35,7 +35,7 @@ class StreamState(Enum):
 
 
 class StreamEvent(Enum):
-    """What the scheduler answers or sends, or the client does."""
+    """Answers and messages of the scheduler, and actions of the client."""
 
     ACCEPTED = auto()
     """The submission was accepted."""
@@ -46,13 +46,13 @@ class StreamEvent(Enum):
     """The submission was refused for a reason that passes."""
     ATTACHED = auto()
     UNAVAILABLE = auto()
-    """The scheduler cannot say now whether it knows the request."""
+    """The scheduler cannot read its record now, so the request may exist."""
     LOST = auto()
     """The scheduler does not know the request, and this stream can submit it again."""
     MISSING = auto()
     """The scheduler does not know the request, and only another process can submit it again."""
     MISSING_YET = auto()
-    """As MISSING, from a scheduler to which the request may still be brought back."""
+    """As MISSING, and another process may still submit it."""
     GIVEN_UP = auto()
     """No other process submitted the request in time."""
     OVERFLOWED = auto()
@@ -64,19 +64,19 @@ class StreamEvent(Enum):
 
 
 class StreamAction(Enum):
-    """What a step requires besides the new state."""
+    """The action of a step besides the new state."""
 
     NONE = auto()
     ACCEPT = auto()
-    """Keep what the client is told first."""
+    """Keep the acceptance, which is the first message to the client."""
     ATTACH = auto()
     """Send an Attach from the next token."""
     RESUBMIT = auto()
     """Send the submission again, with the tokens that were shown."""
     RETRY = auto()
-    """Ask again after a pause."""
+    """Send the same message again after a pause."""
     AWAIT = auto()
-    """Ask again after a pause, until it took too long: GIVEN_UP."""
+    """As RETRY, until it took too long: GIVEN_UP."""
     FAIL = auto()
     """Keep the error."""
 

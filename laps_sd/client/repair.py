@@ -1,4 +1,4 @@
-"""How long a call is repeated, and how a broken stream goes on. Pure: time is an argument."""
+"""Rules for repeating a call, and for continuing a stream that broke. Pure: time is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has learnt about output lengths, as it goes to the scheduler and to the next worker."""
+"""State of a worker's predictor of output lengths, as it goes to the scheduler and to the next worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_COUNT = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class ProbeKind:
-    """What must be equal for one worker to use what another has learnt."""
+    """Properties that must be equal for one worker to use the state of another one's probe."""
 
     model: str  # identifier of the target's weights
     layer: int  # decoder layers before the hidden state
@@ -26,7 +26,7 @@ class ProbeKind:
 
 @dataclass(frozen=True, slots=True)
 class LearntProbe:
-    """What a probe of one kind has learnt."""
+    """The learnt state of a probe of one kind."""
 
     kind: ProbeKind
     requests: int  # from which it learnt

@@ -1,5 +1,5 @@
-"""Limits of a specification (what a request asks for): the gateway refuses what exceeds them, and the engine
-checks them again. All are our choice, unless they say otherwise.
+"""Limits of a specification, which is all settings of a request: the gateway refuses what exceeds them, and the engine
+checks them again. All are our choice, unless a docstring names another source.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ServedCertificate:
                     files = self._read()
                     if (
                         self._stat() == state
-                    ):  # otherwise they changed meanwhile: the next call reads them again
+                    ):  # otherwise they changed during the read: the next call reads them again
                         self._state, self._files, self._problem = state, files, ""
                         log.info(
                             "certificate renewed", cert=str(self._cert), expires_in_s=_left_s(files.cert)

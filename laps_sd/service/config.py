@@ -206,7 +206,7 @@ def _parse(name: str, hint: Any, text: str) -> Any:
         raise ValueError("one of " + ", ".join(get_args(hint)))
     if get_origin(hint) is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    raise TypeError(f"setting {name} has a type that config does not know: {hint}")
+    raise TypeError(f"setting {name} has a type that config does not support: {hint}")
 
 
 def _convert(name: str, hint: Any, value: Any) -> Any:

@@ -12,7 +12,7 @@ __all__ = ["Cores", "usable_cores"]
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What a process may compute on."""
+    """The cores that a process may compute on."""
 
     cpus: tuple[int, ...]
     """Its CPUs: one of each core first, then the other hardware threads of these cores."""

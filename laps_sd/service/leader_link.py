@@ -183,7 +183,7 @@ class Liveness:
         self._received_s = now_s
 
     def suspend(self) -> None:
-        """Do not count silence until the next call of `received`: this side does not read meanwhile."""
+        """Stop counting silence until the next call of `received`, because this side does not read."""
         self._received_s = math.inf
 
     def take_heartbeat(self) -> bool:

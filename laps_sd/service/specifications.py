@@ -55,7 +55,7 @@ def text_parameters(sampling: SamplingParams) -> SamplingParams:
 
 
 def sampling_of(specification: Specification) -> SamplingParams:
-    """Return the sampling parameters of a specification: its message, or else its own fields, which the
+    """Return the sampling parameters of a specification: its message; without one its own fields, which the
     release before this one writes."""
     if specification.HasField("sampling"):
         return specification.sampling

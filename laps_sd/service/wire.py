@@ -90,7 +90,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
 
 @dataclass(slots=True)
 class _Read:
-    """What a dialler has read from its files last, and why it could not read them since."""
+    """Credentials that a dialler has read last, and the reason why it could not read them since."""
 
     credentials: grpc.ChannelCredentials | None = None
     problem: str = ""

@@ -1,4 +1,4 @@
-"""What the workers' probes of output lengths have learnt: kept for the workers that connect later."""
+"""The learnt states of the workers' probes of output lengths, kept for the workers that connect later."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How many workers a pool needs, for an autoscaler: KEDA's ExternalScaler, answered by a leader and by a standby.
+"""The number of workers that a pool needs, for an autoscaler: KEDA's ExternalScaler, answered by a leader and by a standby.
 
-There are two metrics, and Kubernetes takes the one that asks for more workers:
+There are two metrics, and Kubernetes takes the one that needs more workers:
 
     load      workers that the arriving work keeps busy: machine seconds per second over about two minutes. With a target
               of 0.9 each worker has work for 90 % of its time. It is there before a queue is.
@@ -40,7 +40,7 @@ LEAST_TARGET = 0.001
 """KEDA writes targets in thousandths."""
 METADATA = ("pool", "targetLoad", "targetBacklogSeconds")
 OF_KEDA = ("scalerAddress", "enableTLS", "unsafeSsl", "caCert", "tlsClientCert", "tlsClientKey")
-"""What KEDA itself reads from the metadata, and passes on."""
+"""Keys of the metadata that KEDA itself reads, and passes on."""
 UNKNOWN_REQUEST_S = 1.0
 """Machine seconds of one request before anything was learnt of the pool's requests: our choice."""
 LOOK_S = 1.0

@@ -219,7 +219,7 @@ def _duration(value_s: float) -> float:
 
 
 def _prediction(message: worker_pb.RequestProgress | worker_pb.HeldRequest) -> float | None:
-    """Return the predicted remaining tokens; None without a prediction, and for one that is no number."""
+    """Return the predicted remaining tokens; None without a prediction, and for NaN or infinity."""
     if not message.HasField("predicted_remaining_tokens"):
         return None
     predicted = message.predicted_remaining_tokens

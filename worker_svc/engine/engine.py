@@ -138,7 +138,7 @@ class SpeculativeEngine:
             lookup=Lookup() if looks_up and self.capacity.max_draft_len else None,
             format=state,
             restrictions=restrictions_of(spec, self._pair.eos_ids),
-            # An output that may not end by itself is as long as max_tokens says.
+            # An output that may not end by itself has max_tokens tokens.
             watched=None
             if self.length_probe is None or spec.ignore_eos
             else self.length_probe.watch(len(spec.prompt_ids)),

@@ -255,7 +255,7 @@ class RoundResult:
 
 
 class ComputedBy(NamedTuple):
-    """What computes the rounds of an engine, for metrics."""
+    """The code that computes the rounds of an engine, for metrics."""
 
     # all_in_c, attention_in_c or torch: of the target; vllm or fake.
     path: str
@@ -286,11 +286,11 @@ class SequenceStatus(NamedTuple):
 
 
 class LengthLearner(Protocol):
-    """What predicts output lengths inside an engine, and learns them from its requests."""
+    """A predictor of output lengths inside an engine, which learns from its requests."""
 
     @property
     def kind(self) -> ProbeKind:
-        """What another one must have in common with it, if it is to use what this one has learnt."""
+        """Properties that another one must share to use the learnt state of this one."""
         ...
 
     @property
@@ -329,7 +329,7 @@ class Engine(Protocol):
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What was loaded and how it computes, for the log at the start of a worker."""
+        """The loaded models and how they are computed, for the log at the start of a worker."""
         ...
 
     @property
@@ -339,7 +339,7 @@ class Engine(Protocol):
 
     @property
     def length_probe(self) -> LengthLearner | None:
-        """What predicts output lengths; None: nothing does."""
+        """The predictor of output lengths; None: there is none."""
         ...
 
     def add(self, spec: Specification) -> None:

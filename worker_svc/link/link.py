@@ -116,7 +116,7 @@ class SchedulerLink:
         self._outbox = Outbox()
         self._missing = MissingSpecifications()
         self._learnt: pb.LearntProbe | None = None
-        """What the probe has learnt and no scheduler was sent."""
+        """Learnt state of the probe that was not sent to a scheduler; None: it was."""
         self._wake = asyncio.Event()
         self._draining = False
         self._drain_sent = False

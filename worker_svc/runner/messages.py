@@ -90,7 +90,7 @@ class HeldRequested:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What the probe of another worker has learnt."""
+    """The learnt state of another worker's probe."""
 
     learnt: LearntProbe
 
@@ -176,7 +176,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What the probe of the engine has learnt, for other workers."""
+    """The learnt state of the engine's probe, for other workers."""
 
     learnt: LearntProbe
 
@@ -217,7 +217,7 @@ class RunnerHandle(Protocol):
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What the engine is, for the log."""
+        """Facts about the engine, for the log."""
         ...
 
     @property

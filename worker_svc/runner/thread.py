@@ -82,7 +82,7 @@ class EngineThread:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What the engine is, for the log."""
+        """Facts about the engine, for the log."""
         return self._engine.facts
 
     @property

@@ -108,7 +108,7 @@ ResponseFormat = Annotated[
 
 
 class StreamOptions(Model):
-    """What a stream contains besides its text."""
+    """Content of a stream besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

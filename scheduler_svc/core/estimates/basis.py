@@ -1,4 +1,4 @@
-"""What the estimate of a length rests on."""
+"""Sources of an estimated length."""
 
 from __future__ import annotations
 

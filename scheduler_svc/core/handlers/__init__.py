@@ -1,1 +1,1 @@
-"""What each kind of event changes in the shard: one file for each source of events."""
+"""Effects of events on the shard: one file for each source of events."""

@@ -3,8 +3,8 @@
 It is what the workers reported, so it may be wrong: a placement by a wrong belief costs time and nothing else. A block
 costs 12 bytes and its part of the spare room of an array, whatever the number of workers that have it.
 
-Names lie in sorted arrays, one for each value of their lowest bits, and beside each name the number of a *set* of
-workers. Sets are bits: bit n for the worker with number n. Equal sets have one number, so that a worker that is lost
+Names lie in sorted arrays, one for each value of their lowest bits; a second array has for each name the number of a
+*set* of workers. Sets are bits: bit n for the worker with number n. Equal sets have one number, so that a worker that is lost
 leaves all blocks by a change of the sets alone.
 """
 

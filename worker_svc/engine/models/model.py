@@ -73,7 +73,7 @@ AttentionInterface.register(ATTENTION, _pool_attention)
 
 
 class _Check(NamedTuple):
-    """What packed forwards are compared with."""
+    """The forward that packed forwards are compared with."""
 
     lengths: tuple[str, ...]  # of the configuration that are SHRUNK
     where: str  # contexts for which it stands, in words
@@ -222,14 +222,14 @@ class PackedModel:
 
     @property
     def path(self) -> str:
-        """What computes this model: all_in_c, attention_in_c or torch."""
+        """The code that computes this model: all_in_c, attention_in_c or torch."""
         if self.all_by_kernels:
             return "all_in_c"
         return "attention_in_c" if self.by_kernels else "torch"
 
     @property
     def path_in_words(self) -> str:
-        """What computes this model, and why it is not the fastest path if it is not."""
+        """The code that computes this model, and the reason if it is not the fastest path."""
         if self.all_by_kernels:
             return "all layers by the kernels in C"
         steps = (

@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the layers of one forward gave to their attention."""
+    """Arguments that the layers of one forward gave to their attention."""
 
     options: dict[int, dict[str, Any]]
     # Masks of that forward by the address of the tensor that was made for each.

@@ -1,4 +1,4 @@
-"""Which keys a query may see in each layer: all before it, a sliding window of them, or those of its chunk."""
+"""The keys that a query may see in each layer: all before it, a sliding window of them, or those of its chunk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights in GGUF files, beside the config.json and the tokenizer.json of their model.
+"""Weights in GGUF files, in one folder with the config.json and the tokenizer.json of their model.
 
-Of 8 and 4 bits with a scale for 32 inputs (Q8_0, Q4_0), codes go to our layout as they are; others are dequantised.
+Codes of 8 and 4 bits with a scale for 32 inputs (Q8_0, Q4_0) go to our layout as they are; others are dequantised.
 """
 
 from __future__ import annotations

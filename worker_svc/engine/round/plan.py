@@ -142,7 +142,7 @@ class RoundPlanner:
     def _look_up(
         self, looking: SequenceOf[tuple[RoundRequest, int]], lengths: DraftLengths, row_price: float
     ) -> None:
-        """Find draft tokens in the context of these requests, for each at most the number beside it.
+        """Find draft tokens in the context of these requests, for each at most the number that comes with it.
 
         They replace the model's where they gain more. `row_price`: tokens that a row must be worth.
         """

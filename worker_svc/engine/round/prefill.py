@@ -32,9 +32,9 @@ class Prefill:
     def __init__(self, options: EngineOptions, pool: KVPool) -> None:
         """`pool`: the target's."""
         self.prompts = CachedPrompts(pool.allocator, options.block_size)
-        """What the prefix cache holds."""
+        """Content of the prefix cache."""
         self.time = PrefillTime()
-        """What the time of a round grows by."""
+        """Expected seconds of context tokens in a round."""
         self._pool = pool
         self._usual = options.prefill_chunk
         self._block_size = options.block_size
