@@ -397,8 +397,11 @@ async def test_a_loop_that_is_behind_catches_up_in_turns_of_bounded_size(
     submit_all = scheduler.store.submit
 
     async def counted(requests: Sequence[NewRequest], *args: Any) -> list[SubmitResult]:
-        submitted.append(len(requests))
-        return await submit_all(requests, *args)
+        results = await submit_all(requests, *args)
+        submitted.append(
+            len(requests)
+        )  # not before: on a slow machine the lease may have to be renewed first
+        return results
 
     monkeypatch.setattr(scheduler.store, "submit", counted)
     for number in range(2 * MAX_TURN + 1):  # without an await in between
