@@ -302,7 +302,7 @@ def test_peers_break_no_invariant() -> None:
     run_state_machine_as_test(
         Peers,
         settings=settings(
-            max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=HEALTH
+            max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=HEALTH
         ),
     )
 
