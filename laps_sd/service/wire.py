@@ -111,7 +111,7 @@ class Tls:
         """Return the credentials of a dialler, from the files as they are now; without `ca` the system's roots verify the
         server.
 
-        If a file cannot be read any more (a renewal that removes it first), the credentials that were read last stay, and
+        If a file cannot be read any more, or is empty (while a renewal replaces it), the credentials that were read last stay, and
         that is logged once. Raises StartupError if none were read before.
         """
         last = self._last
@@ -139,9 +139,12 @@ def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        octets = path.read_bytes()
     except OSError as error:
         raise StartupError(f"The TLS file {path} cannot be read: {error.strerror}.") from error
+    if not octets:  # gRPC would abort the process
+        raise StartupError(f"The TLS file {path} is empty.")
+    return octets
 
 
 @dataclass(frozen=True, kw_only=True)

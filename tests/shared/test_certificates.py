@@ -45,6 +45,14 @@ def renew(folder: Path) -> str:
     return text
 
 
+def begin_renewal(file: Path, *, removed: bool) -> None:
+    """Remove or empty a file, which a renewal writes next."""
+    if removed:
+        file.unlink()
+    else:
+        file.write_bytes(b"")
+
+
 def replace_ca(folder: Path) -> Path:
     """Make another CA in a folder of its own, and have it in the place of the first one."""
     other = write_certificates(folder / "other")
@@ -178,13 +186,15 @@ def test_files_that_cannot_be_used_stop_the_start(folder: Path) -> None:
         ServedCertificate(Tls(cert=folder / "none.pem", key=folder / "key.pem"))
 
 
+@pytest.mark.parametrize("name", ["cert", "key"])
+@pytest.mark.parametrize("what", ["cannot be read", "is empty"])
 async def test_a_dialler_keeps_what_it_has_read_while_a_renewal_replaces_its_files(
-    app: ServiceApp, folder: Path
+    app: ServiceApp, folder: Path, name: str, what: str
 ) -> None:
     mine = certificate(folder, "mine")
-    assert mine.cert is not None
     mine.channel_credentials()
-    mine.cert.unlink()
+    file: Path = getattr(mine, name)
+    begin_renewal(file, removed=what == "cannot be read")
 
     with capture_logs() as logged:
         for _ in range(2):
@@ -192,8 +202,8 @@ async def test_a_dialler_keeps_what_it_has_read_while_a_renewal_replaces_its_fil
                 await health_pb2_grpc.HealthStub(channel).Check(CHECK)
 
     [line] = logged
-    assert str(mine.cert) in line["error"]
-    with pytest.raises(StartupError, match="cannot be read"):
+    assert f"{file} {what}" in line["error"]
+    with pytest.raises(StartupError, match=what):
         Tls(ca=mine.ca, cert=mine.cert, key=mine.key).channel_credentials()
 
 
