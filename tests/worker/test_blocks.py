@@ -204,15 +204,41 @@ def test_the_end_of_a_context_goes_before_its_start(cache: BlockAllocator) -> No
     assert cache.find(name_blocks([], [1, 2], 1)) == [0]
 
 
-def test_growing_in_place_comes_before_what_is_cached_there(cache: BlockAllocator) -> None:
+def test_growth_spares_what_is_cached_while_blocks_are_free(cache: BlockAllocator) -> None:
     held = cache.allocate(2)
     assert held == [2, 3]
-    assert cache.extend(held, 1) == [4]
-    apart = BlockAllocator(3, together=False)
-    (first,), (second,) = apart.allocate(1), apart.allocate(1)
-    apart.name(second, b"second")
-    apart.free([second])
-    assert apart.extend([first], 1) == [2], "where neighbours do not matter, the cache is spared"
+    assert cache.extend(held, 2) == [6, 7], "block 4 is next, but has contents"
+    assert cached_blocks(cache) == 4
+    assert cache.extend([*held, 6, 7], 2) == [0, 1], "none is free any more: the oldest contents go"
+    assert cache.find(name_blocks([], [3, 4], 1)) == [4, 5]
+
+
+def test_contexts_that_share_a_start_are_all_cached_while_there_is_room() -> None:
+    """The rest of the first one lies after the shared start, where each of the others grows."""
+    cache = BlockAllocator(32, region=4)
+    contexts = [[1, 2, 3, 10 * number, 10 * number + 1] for number in range(1, 8)]
+    for context in contexts:
+        names = name_blocks([], context, 1)
+        found = cache.find(names)
+        cache.share(found)
+        rest = len(names) - len(found)
+        held = found + (cache.extend(found, rest) if found else cache.allocate(rest))
+        for block, name in zip(held, names, strict=True):
+            if not cache.is_named(block):
+                cache.name(block, name)
+        cache.free(held)
+    for context in contexts:
+        assert len(cache.find(name_blocks([], context, 1))) == len(context)
+
+
+def test_evicted_blocks_are_handed_out_in_ascending_order() -> None:
+    """So a context that takes the place of another one lies in one piece, as that one did."""
+    cache = BlockAllocator(6, together=False)
+    held = cache.allocate(6)
+    for block, name in zip(held, name_blocks([], list(range(6)), 1), strict=True):
+        cache.name(block, name)
+    cache.free(held)
+    assert cache.allocate(4) == [2, 3, 4, 5]
 
 
 def test_contents_that_somebody_has_are_not_cached_as_well(cache: BlockAllocator) -> None:
@@ -285,7 +311,7 @@ def test_where_neighbours_do_not_matter_the_oldest_goes_first() -> None:
         allocator.name(block, name)
     for block in (2, 0, 3, 1):
         allocator.free([block])
-    assert allocator.allocate(3) == [2, 0, 3]
+    assert allocator.allocate(3) == [0, 2, 3], "all but block 1, the latest"
     allocator.free([0])
     assert allocator.extend([2, 3], 2) == [0, 1]
     with pytest.raises(OutOfBlocks, match="1 KV blocks are needed and 0 of 4 are free"):

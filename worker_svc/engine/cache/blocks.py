@@ -50,9 +50,9 @@ class BlockAllocator:
     """An allocator of block ids 0 .. blocks - 1, each for one writer at a time.
 
     `region` is a hint in blocks: a new owner starts at a multiple of it where a whole region without owners
-    is left, so that it can grow in place and so that several owners lie at equal distances. With `together`,
-    cached contents are evicted for that, the region with the oldest contents first; without it, cached blocks
-    are used only when no others are left, and strictly oldest first.
+    is left, so that it can grow in place. With `together`, cached contents are evicted for that, the region with
+    the oldest contents first. In all other cases cached blocks are used only when no others are left, and strictly
+    oldest first.
     """
 
     def __init__(self, blocks: int, region: int = 1, together: bool = True) -> None:
@@ -85,14 +85,15 @@ class BlockAllocator:
         return self._take(ids)
 
     def extend(self, held: Sequence[int], count: int) -> list[int]:
-        """Return `count` more blocks for the owner of `held`, next to its last one where possible.
+        """Return `count` more blocks for the owner of `held`, next to its last one while those are free.
 
         Raises OutOfBlocks, changing nothing.
         """
         self._require(count)
         first = held[-1] + 1 if held else self.blocks
-        run, last = 0, _CACHED if self._together else _FREE
-        while run < count and first + run < self.blocks and self._state[first + run] <= last:
+        # Cached neighbours are spared: after a start that several contexts share lies the rest of one of them.
+        run = 0
+        while run < count and first + run < self.blocks and self._state[first + run] == _FREE:
             run += 1
         ids = self._take(list(range(first, first + run)))
         return ids + self._take(self._scattered(count - run))
@@ -266,10 +267,10 @@ class BlockAllocator:
         return best
 
     def _scattered(self, count: int) -> list[int]:
-        """Return free blocks, and then the oldest cached ones."""
+        """Return free blocks, and then the oldest cached ones, each in ascending order: as many as possible are adjacent."""
         ids: list[int] = []
         start = 0
         while len(ids) < count and (start := self._state.find(_FREE, start)) >= 0:
             ids.append(start)
             start += 1
-        return ids + list(islice(self._cached, count - len(ids)))
+        return ids + sorted(islice(self._cached, count - len(ids)))
