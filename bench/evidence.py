@@ -21,6 +21,7 @@ from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
 from bench._evidence.head import head
+from bench._evidence.multi_turn import conversing
 from bench._evidence.placement import placed
 from bench._evidence.readme import with_figures
 from bench._evidence.results import Results, newest, source_of
@@ -35,6 +36,7 @@ README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 MEASURED = {
     "placement": placed,
+    "multi-turn": conversing,
     "serve": served,
     "control": deciding,
     "engine": engine,

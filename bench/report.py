@@ -94,13 +94,13 @@ def numbers(text: str) -> list[int]:
 
 def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the description of a run for its results file: the date, and the command without the options for
-    the paths of the results.
+    the paths of the results, and for the pieces in which it was made.
     """
     said, options = ["laps-sd bench", benchmark], iter(given)
     for option in options:
-        if option in ("--json", "--figure"):
+        if option in ("--json", "--figure", "--runs"):
             next(options, None)
-        elif not option.startswith(("--json=", "--figure=")):
+        elif not option.startswith(("--json=", "--figure=", "--runs=")) and option != "--resume":
             said.append(option)
     return {"command": " ".join(said), "date": datetime.date.today().isoformat()}
 

@@ -32,6 +32,7 @@ Examples:
   laps-sd bench serve --scenario burst --policy fcfs --policy srpt-length --policy laps-sd --requests 24 --seeds 2
   laps-sd bench serve --predictor none --policy fcfs --policy laps-sd
   laps-sd bench serve --regime multi-turn --seeds 4     conversations on three workers, by placement
+  laps-sd bench serve --regime multi-turn --seeds 4 --json turns.json --resume --runs 1     one run more
   laps-sd bench serve --trace day.csv --load 0.9 --predictor 1.0 --json serve.json --figure serve.svg
 """
 
@@ -91,17 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _multi_turn(options: argparse.Namespace, argv: Sequence[str] | None, began_s: float) -> int:
     try:
         rows = multi_turn.run(options)
-    except (StartupError, OSError, RuntimeError) as error:
+    except (StartupError, ValueError, OSError, RuntimeError) as error:
         print(f"laps-sd bench serve: {error}", file=sys.stderr)
         return 2
     found = multi_turn.verdicts(rows)
     multi_turn.show(rows, found)
     met = sum(one["met"] for one in found)
+    missing = len(multi_turn.planned(options.seeds)) - len(rows)
+    later = f"; {missing} runs are missing, which --resume makes" if missing else ""
     return finish(
         [*rows, *found],
         json_file=options.json,
-        summary=f"{met} of {len(found)} goals hold over {options.seeds} seeds, {(time.monotonic() - began_s) / 60:.1f} minutes",
-        met=met == len(found),
+        summary=f"{met} of {len(found)} goals hold over {options.seeds} seeds, {(time.monotonic() - began_s) / 60:.1f} minutes{later}",
+        met=met == len(found) and not missing,
         about=about("serve", sys.argv[1:] if argv is None else argv),
     )
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -218,8 +220,41 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     }
 
 
+def planned(seeds: int) -> list[tuple[int, str]]:
+    """Return the runs, each a seed and a placement, in their order."""
+    return [(seed, name) for seed in range(1, seeds + 1) for name in in_turn(PLACEMENTS, seed)]
+
+
+def kept(path: Path, seeds: int) -> list[dict[str, Any]]:
+    """Return the rows of planned runs that a file of results has; none if there is no file. Raise ValueError if it has
+    no results of this benchmark.
+    """
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        runs = [row for row in rows if not row.get("verdict")]
+        return [row for row in runs if (row["seed"], row["placement"]) in planned(seeds)]
+    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has no results of --regime multi-turn") from error
+
+
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run every placement with every seed; return a row of each run."""
+    """Run every placement with every seed; return a row of each run, in the order of the plan.
+
+    With `options.resume` the runs in the file of `options.json` count as made; at most `options.runs` others are.
+    """
+    rows = kept(options.json, options.seeds) if options.resume else []
+    made = {(row["seed"], row["placement"]) for row in rows}
+    missing = [one for one in planned(options.seeds) if one not in made]
+    rows += _make(missing[: options.runs])
+    return sorted(rows, key=lambda row: planned(options.seeds).index((row["seed"], row["placement"])))
+
+
+def _make(plan: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    if not plan:
+        return rows
     environment = {
         "LAPS_SD_KV_BLOCKS": str(KV_BLOCKS),
         "LAPS_SD_BLOCK_SIZE": str(BLOCK_TOKENS),
@@ -229,11 +264,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         "LAPS_SD_PREFILL_FLOOR_S": str(PREFILL_TOKEN_S),
         "LAPS_SD_PREFILL_CHUNK": str(CHUNK),
     }
-    rows: list[dict[str, Any]] = []
     with LocalStack(
         engine="demo", workers=WORKERS, slots=SLOTS, log_level="warning", environment=environment
     ) as stack:
-        plan = [(seed, name) for seed in range(1, options.seeds + 1) for name in in_turn(PLACEMENTS, seed)]
         for number, (seed, placement) in enumerate(plan, start=1):
             stack.restart("scheduler-0", policy="laps-sd", placement=placement)
             stack.wait_ready("gateway-0")
@@ -256,10 +289,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the goals with their results."""
+    """Return the goals with their results, over the seeds of which all runs are there; none if there is no such seed."""
     by = {(row["seed"], row["placement"]): row for row in rows}
-    seeds = sorted({row["seed"] for row in rows})
-    found = []
+    seeds = sorted({seed for seed, _ in by if all((seed, name) in by for name in PLACEMENTS)})
+    found: list[dict[str, Any]] = []
+    if not seeds:
+        return found
     for figure in ("first_token_s", "mean_s"):
         pairs = [(by[seed, "soonest-done"], by[seed, "least-loaded"]) for seed in seeds]
         measured = _ratio([(ours[figure], theirs[figure]) for ours, theirs in pairs])
@@ -300,6 +335,8 @@ def show(rows: Sequence[dict[str, Any]], goals: Sequence[dict[str, Any]]) -> Non
     shown = []
     for placement in PLACEMENTS:
         own = [row for row in rows if row["placement"] == placement]
+        if not own:
+            continue
         shown.append(
             {
                 "placement": placement,
@@ -315,6 +352,8 @@ def show(rows: Sequence[dict[str, Any]], goals: Sequence[dict[str, Any]]) -> Non
             }
         )
     table("conversations on three workers; in brackets: simulated", shown)
+    if not goals:
+        return
     table(
         "goals",
         [

@@ -26,7 +26,15 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         choices=("policies", "multi-turn"),
         default="policies",
         help="what is compared: policies on one worker (default), or placements of conversations on three workers, "
-        "of whose options only --seeds and --json count",
+        "of whose options only --seeds, --json, --resume and --runs count",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="multi-turn: keep the runs that the file of --json has, and make the others",
+    )
+    parser.add_argument(
+        "--runs", type=int, metavar="N", help="multi-turn: make at most N runs now, of about a minute each"
     )
     parser.add_argument(
         "--policy",
@@ -85,6 +93,12 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         least = 2 if name in ("requests", "warm_up") else 1
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if options.runs is not None and options.runs < 1:
+        parser.error("--runs must be at least 1")
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json, the file that it goes on with")
+    if (options.resume or options.runs is not None) and options.regime != "multi-turn":
+        parser.error("--resume and --runs are options of --regime multi-turn")
     if not 0 <= options.round_ms <= 1000:
         parser.error("--round-ms must be from 0 to 1000")
     if options.load is not None and (options.trace is None or options.load <= 0):

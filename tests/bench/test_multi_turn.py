@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from bench._serve.multi_turn import (
@@ -10,9 +13,14 @@ from bench._serve.multi_turn import (
     TURNS,
     Served,
     conversations,
+    kept,
+    planned,
+    run,
     simulated,
     verdicts,
 )
+from bench._serve.options import arguments
+from bench.report import about, finish
 
 LONGEST = 1000
 """Most tokens of context that the demo pair is at home with, about."""
@@ -68,3 +76,53 @@ def test_goals_are_about_the_ratio_to_least_loaded(measured_s: float, met: bool)
         for name, s in (("least-loaded", 1.0), ("soonest-done", measured_s))
     ]
     assert {goal["met"] for goal in verdicts(rows)} == {met}
+
+
+def results(path: Path, *runs: tuple[int, str]) -> Path:
+    """Write a file of results with these runs and a verdict."""
+    rows = [{"seed": seed, "placement": placement, "mean_s": 1.0} for seed, placement in runs]
+    finish([*rows, {"verdict": True, "met": False}], json_file=path, summary="", met=False, about={})
+    return path
+
+
+def test_runs_are_kept_by_seed_and_placement(tmp_path: Path) -> None:
+    path = results(tmp_path / "turns.json", (1, "soonest-done"), (3, "least-loaded"))
+    assert [(row["seed"], row["placement"]) for row in kept(path, seeds=2)] == [(1, "soonest-done")]
+    assert kept(tmp_path / "none.json", seeds=2) == []
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"policy": "fcfs"}]}))
+    with pytest.raises(ValueError, match=r"other.json has no results of --regime multi-turn"):
+        kept(tmp_path / "other.json", seeds=2)
+
+
+def test_nothing_is_started_when_all_runs_are_there(tmp_path: Path) -> None:
+    path = results(tmp_path / "turns.json", *reversed(planned(2)))
+    given = ["--regime", "multi-turn", "--seeds", "2", "--json", str(path), "--resume", "--runs", "1"]
+    rows = run(arguments(given, ""))
+    assert [(row["seed"], row["placement"]) for row in rows] == planned(2)
+    assert about("serve", given)["command"] == "laps-sd bench serve --regime multi-turn --seeds 2"
+
+
+def test_a_seed_counts_when_all_its_runs_are_there() -> None:
+    figures = {"first_token_s": 1.0, "mean_s": 1.0}
+    rows = [
+        {"seed": seed, "placement": name, **figures, "simulated": figures}
+        for seed, name in [*planned(2)[:2], (3, "soonest-done")]
+    ]
+    assert verdicts(rows[:1]) == []
+    assert [goal["found"] for goal in verdicts(rows)] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (("--regime", "multi-turn", "--resume"), "--resume needs --json"),
+        (("--regime", "multi-turn", "--runs", "0"), "--runs must be at least 1"),
+        (("--runs", "1"), "are options of --regime multi-turn"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    given: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments(given, "")
+    assert problem in capsys.readouterr().err
