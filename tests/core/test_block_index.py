@@ -94,6 +94,16 @@ def test_every_depth_is_found(depths: list[int], asked: int) -> None:
     assert index.cached(part(0, 0, asked)) == expected
 
 
+def test_a_worker_counts_up_to_the_first_block_that_is_found_missing() -> None:
+    """A lost worker leaves equal sets with different numbers, and a liar may leave out any block."""
+    index = BlockIndex()
+    index.add("lost", part(0, 0, 4))
+    index.add("whole", CHAINS[0])
+    index.add("liar", part(0, 0, 3) + part(0, 7, 8))
+    index.forget("lost")
+    assert index.cached(CHAINS[0]) == {"whole": 10, "liar": 3}
+
+
 def test_blocks_that_only_lost_workers_had_leave_when_others_come() -> None:
     index, rng = BlockIndex(), random.Random(1)
     for worker in range(40):

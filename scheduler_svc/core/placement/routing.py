@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from heapq import nlargest
 from typing import Final, Literal, final, get_args
 
 from scheduler_svc.core.estimates.priors import Priors
@@ -86,7 +85,7 @@ class SoonestDone(Router):
         cached = shard.caches.blocks_of(request)
         having = list(cached)
         if len(having) > MOST_COMPARED:
-            having = nlargest(MOST_COMPARED, having, key=lambda worker_id: cached[worker_id])
+            having = sorted(having, key=cached.__getitem__, reverse=True)[:MOST_COMPARED]
         for worker_id in having:
             found = shard.workers.get(worker_id)
             if found is not None and found.takes_work and found not in compared and able(found):

@@ -3,7 +3,7 @@
 It is what the workers reported, so it may be wrong: a placement by a wrong belief costs time and nothing else. A block
 costs 12 bytes and its part of the spare room of an array, whatever the number of workers that have it.
 
-Names lie in sorted arrays, one for each value of their lowest bits; a second array has for each name the number of a
+Names lie in sorted arrays, one for each value of their lowest bits. A second array has for each name the number of a
 *set* of workers. Sets are bits: bit n for the worker with number n. Equal sets have one number, so that a worker that is lost
 leaves all blocks by a change of the sets alone.
 """
@@ -25,8 +25,8 @@ class BlockIndex:
     """An index from block to workers. Names are in the packed form of `laps_sd.contract.prompt_blocks`."""
 
     def __init__(self) -> None:
-        self._names: dict[int, array[int]] = {}
-        self._set_of: dict[int, array[int]] = {}
+        self._names: list[array[int] | None] = [None] * _PARTS
+        self._set_of: list[array[int] | None] = [None] * _PARTS
         """Both by part, from its first block on."""
         self._sets: list[int] = [0]
         """The workers of each set; set 0 is the empty one."""
@@ -42,12 +42,13 @@ class BlockIndex:
 
     def __len__(self) -> int:
         """Return the number of blocks that it holds; those that no worker has any more may count."""
-        return sum([len(names) for names in self._names.values()])
+        return sum([len(names) for names in self._names if names is not None])
 
     @property
     def size_bytes(self) -> int:
         """Return about how much memory it takes."""
-        return len(self) * 12 + len(self._names) * 350 + len(self._sets) * 120
+        parts = sum([names is not None for names in self._names])
+        return len(self) * 12 + parts * 350 + _PARTS * 16 + len(self._sets) * 120
 
     def blocks_of(self, worker_id: str) -> int:
         """Return how many blocks it believes that a worker has."""
@@ -59,9 +60,10 @@ class BlockIndex:
         self._last = (b"", {})
         for name in numbers_of(names):
             part = name & (_PARTS - 1)
-            if part not in self._names:
-                self._names[part], self._set_of[part] = array("Q"), array("I")
             ordered, set_of = self._names[part], self._set_of[part]
+            if ordered is None or set_of is None:
+                ordered = self._names[part] = array("Q")
+                set_of = self._set_of[part] = array("I")
             at = bisect_left(ordered, name)
             if at < len(ordered) and ordered[at] == name:
                 before = set_of[at]
@@ -86,9 +88,9 @@ class BlockIndex:
         self._last = (b"", {})
         for name in numbers_of(names):
             part = name & (_PARTS - 1)
-            if part not in self._names:
-                continue
             ordered, set_of = self._names[part], self._set_of[part]
+            if ordered is None or set_of is None:
+                continue
             at = bisect_left(ordered, name)
             if at == len(ordered) or ordered[at] != name:
                 continue
@@ -124,42 +126,51 @@ class BlockIndex:
         have are not looked up, and a long prompt costs little more than a short one.
         """
         if names != self._last[0]:
-            found: dict[str, int] = {}
-            if names:
-                blocks = numbers_of(names)
-                first = self._workers_with(blocks[0])
-                if first:
-                    self._search(blocks, 0, first, len(blocks), 0, found)
-            self._last = (names, found)
+            self._last = (names, self._search(numbers_of(names)) if names else {})
         return self._last[1]
 
-    def _search(
-        self, blocks: Sequence[int], low: int, at_low: int, high: int, at_high: int, found: dict[str, int]
-    ) -> None:
-        """Find where those workers end that have block `low` (`at_low`) and lack block `high`, which `at_high` have."""
-        if high - low > 1:
-            middle = (low + high) // 2
-            at_middle = at_low & self._workers_with(blocks[middle])
-            if at_middle != at_low:
-                self._search(blocks, low, at_low, middle, at_middle, found)
-            if at_middle & ~at_high:
-                self._search(blocks, middle, at_middle, high, at_high & at_middle, found)
-            return
-        left = at_low & ~at_high
-        while left:
-            bit = left & -left
-            found[self._worker_of[bit]] = high
-            left ^= bit
+    def _search(self, blocks: Sequence[int]) -> dict[str, int]:
+        """Return where each worker ends. From left to right, the gap between two blocks with different sets is halved
+        until they are neighbours. Numbers of sets are compared, and the sets only there: their bits are slow.
+        """
+        found: dict[str, int] = {}
+        sets = self._sets
+        low, set_low = 0, self._set_with(blocks[0])
+        having = sets[set_low]
+        """Workers that have all blocks up to `low`."""
+        ends, sets_at = [len(blocks)], [0]
+        """Blocks on the right that were looked up, the nearest last; none has the one after the prompt."""
+        while having:
+            high, set_high = ends[-1], sets_at[-1]
+            if set_low != set_high:
+                if high - low > 1:
+                    middle = (low + high) // 2
+                    ends.append(middle)
+                    sets_at.append(self._set_with(blocks[middle]))
+                    continue
+                left = having & ~sets[set_high]
+                having ^= left
+                while left:
+                    bit = left & -left
+                    found[self._worker_of[bit]] = high
+                    left ^= bit
+            low, set_low = high, set_high
+            ends.pop()
+            sets_at.pop()
+        return found
 
-    def _workers_with(self, name: int) -> int:
+    def _set_with(self, name: int) -> int:
+        """Return the number of the set of workers that have a block."""
         part = name & (_PARTS - 1)
-        ordered = self._names.get(part)
+        ordered = self._names[part]
         if ordered is None:
             return 0
         at = bisect_left(ordered, name)
         if at == len(ordered) or ordered[at] != name:
             return 0
-        return self._sets[self._set_of[part][at]]
+        set_of = self._set_of[part]
+        assert set_of is not None
+        return set_of[at]
 
     def _bit(self, worker_id: str) -> int:
         bit = self._bit_of.get(worker_id)
@@ -200,6 +211,7 @@ class BlockIndex:
     def _sweep(self, part: int) -> None:
         """Remove the blocks of one array that no worker has."""
         names, set_of = self._names[part], self._set_of[part]
+        assert names is not None and set_of is not None
         for at in reversed(range(len(names))):
             if not self._sets[set_of[at]]:
                 self._drop_set(set_of[at])
