@@ -10,6 +10,7 @@ import pytest
 
 from bench._evidence.engine_table import engine_table
 from bench._evidence.engines import engine, engine_again, memory_bound
+from bench._evidence.multi_turn import conversing
 from bench._evidence.readme import with_figures
 from bench._evidence.results import Results, newest, source_of
 from bench._evidence.services import carried, deciding, served
@@ -211,6 +212,32 @@ def test_what_real_processes_did_stands_beside_what_was_simulated(tmp_path):
     assert "`laps-sd bench something --seeds 2`, 2026-01-01" in text
     assert "| none | 0.71 | 0.66 | 71% | 83% |" in text
     assert "the kinds alone explain 68% of the variance of ln(length)" in text
+
+
+def test_conversations_are_compared_with_the_simulator(tmp_path):
+    def run(seed, placement, first_token_s):
+        figures = {"first_token_s": first_token_s, "mean_s": 1.5, "hit_share": 0.7}
+        simulated = {"first_token_s": 0.3, "mean_s": 1.4, "hit_share": 0.6}
+        return {"seed": seed, "placement": placement, **figures, "simulated": simulated}
+
+    goal = {
+        "verdict": True,
+        "goal": "first_token_s / least-loaded ≤ 1",
+        "low": 0.7,
+        "high": 0.9,
+        "simulated": 0.75,
+    }
+    rows = [
+        run(seed, name, s)
+        for seed in (1, 2)
+        for name, s in (("least-loaded", 0.4), ("soonest-done", 0.2 * seed))
+    ]
+    rows += [{**goal, "found": 0.8, "met": True}, {**goal, "found": 1.2, "met": False}]
+    text = "\n".join(conversing(results_of(tmp_path, "multi-turn", rows)))
+    assert "2 seeds, each with both" in text
+    assert "| ours: soonest done | 0.30 [0.30] | 1.50 [1.40] | 70.0% [60.0%] |" in text
+    assert "1 of 2 goals are met" in text
+    assert "| first_token_s / least-loaded ≤ 1 | 0.800 | 0.700 to 0.900 | 0.750 | met |" in text
 
 
 def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path):
