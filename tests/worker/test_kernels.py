@@ -116,9 +116,10 @@ def test_attention_is_that_of_the_book(
 
 
 @DTYPES
-def test_a_row_of_attention_does_not_depend_on_others(dtype: torch.dtype) -> None:
-    """Alone, in a batch, in pieces of another length, in blocks that lie elsewhere."""
-    pool = pool_for(2, 64, dtype)
+@pytest.mark.parametrize("size", [16, 48, 64, 256])
+def test_a_row_of_attention_does_not_depend_on_others(size: int, dtype: torch.dtype) -> None:
+    """Alone, in a batch, in pieces of another length, in blocks that lie elsewhere; few rows take another way than many."""
+    pool = pool_for(2, size, dtype)
     together, apart = places_for(pool, scattered=False), pool.new_table()
     start, tokens = CONTEXTS[-1]
     blocks = len(together[-1].blocks)
@@ -126,7 +127,7 @@ def test_a_row_of_attention_does_not_depend_on_others(dtype: torch.dtype) -> Non
     apart.set_blocks([block for block in range(399, 0, -1) if block not in taken][:blocks])
     pool.layers[0][apart.rows(CPU)] = pool.layers[0][together[-1].rows(CPU)]
     planner = KernelPlanner(pool, min_rows=1, flat=False)
-    query = random(tokens, 4, 64, seed=3)
+    query = random(tokens, 4, size, seed=3)
     others = sum(count for _, count in CONTEXTS[:-1])
 
     def attend(pieces: list[Piece], queries: torch.Tensor) -> torch.Tensor:
@@ -137,7 +138,7 @@ def test_a_row_of_attention_does_not_depend_on_others(dtype: torch.dtype) -> Non
     alone = attend([Piece(together[-1], start, tokens)], query)
     batch = attend(
         [Piece(place, *context) for place, context in zip(together, CONTEXTS, strict=True)],
-        torch.cat([random(others, 4, 64), query]),
+        torch.cat([random(others, 4, size), query]),
     )
     assert torch.equal(batch[others:], alone)
     assert torch.equal(attend([Piece(apart, start, tokens)], query), alone)

@@ -24,8 +24,8 @@ typedef uint16_t halves_anywhere __attribute__((vector_size(2 * LANES), aligned(
 
 enum {
     TILE = 128,           /* keys that are looked at before the running softmax is brought up to date */
-    ROWS = 16,            /* query rows that share one reading of the keys */
-    TOGETHER = 4,         /* query rows whose weighted values are summed at a time */
+    ROWS = 32,            /* query rows that share one reading of the keys */
+    TURNED_FROM = 8,      /* query rows for which it pays to turn the keys they share */
     LINE = 64,            /* bytes of a cache line */
     READ_AHEAD = 1 << 19, /* bytes of a context; half of what a core's own cache often holds */
     VECTORS = PANEL / LANES
@@ -37,12 +37,12 @@ enum {
     NUMBERS_EACH = 1 << 12   /* numbers that a step between products, or a choice, goes through */
 };
 
-/* What fits the registers, of which there are 32 with 16 numbers, 16 with 8: vectors of each of TOGETHER query rows whose weighted values are summed
-   (WIDE), and rows of a product with 4, 2 and 1 panels at a time. */
+/* What fits the registers, of which there are 32 with 16 numbers, 16 with 8: query rows that are multiplied with turned keys at a time (SCORED); rows whose
+   weighted values are summed (TOGETHER), and vectors of each (WIDE); rows of a product with 4, 2 and 1 panels at a time. */
 #if LANES == 16
-enum { WIDE = 4, WITH_4 = 2, WITH_2 = 6, WITH_1 = 14 };
+enum { SCORED = 4, TOGETHER = 6, WIDE = 4, WITH_4 = 2, WITH_2 = 6, WITH_1 = 14 };
 #else
-enum { WIDE = 2, WITH_4 = 0, WITH_2 = 1, WITH_1 = 3 };
+enum { SCORED = 2, TOGETHER = 4, WIDE = 2, WITH_4 = 0, WITH_2 = 1, WITH_1 = 3 };
 #endif
 
 #define INLINE TARGET static inline __attribute__((always_inline))
@@ -58,14 +58,39 @@ enum { WIDE = 2, WITH_4 = 0, WITH_2 = 1, WITH_1 = 3 };
 
 INLINE floats load(const float *from) { return *(const floats_anywhere *)from; }
 INLINE void store(float *to, floats what) { *(floats_anywhere *)to = what; }
-INLINE floats all(float x) { return (floats){0} + x; }
+#if LANES == 16
+INLINE floats all(float x) { return (floats)_mm512_set1_ps(x); }
+#else
+INLINE floats all(float x) { return (floats)_mm256_set1_ps(x); }
+#endif
 INLINE floats pick(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
+
+/* a * b + c, rounded once. Sums that have the same bits wherever they are computed use it: what a compiler makes of a product and a sum differs. */
+INLINE floats fused(floats a, floats b, floats c) {
+#if LANES == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
+/* Compute a vector here. A compiler does not make one operation of it and of what is added to it then, and does not move it behind other work, which would
+   keep what it is made of in memory meanwhile. */
+#if LANES == 16
+#define NOW(what) __asm__ volatile("" : "+v"(what))
+#else
+#define NOW(what) __asm__ volatile("" : "+x"(what))
+#endif
 
 /* LANES numbers, of bfloat16 if `half`: that is the upper half of a float. */
 INLINE floats load_from(const void *from, int64_t at, int half) {
     if (!half) return load((const float *)from + at);
-    words wide = __builtin_convertvector(*(const halves_anywhere *)((const uint16_t *)from + at), words);
-    return (floats)(wide << 16);
+    const void *own = (const uint16_t *)from + at;
+#if LANES == 16
+    return (floats)((words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(own)) << 16);
+#else
+    return (floats)((words)_mm256_cvtepu16_epi32(_mm_loadu_si128(own)) << 16);
+#endif
 }
 
 /* Rounded to the nearest bfloat16, the even one of two; what is no number stays none. */
@@ -79,18 +104,32 @@ INLINE void store_to(void *to, int64_t at, floats what, int half) {
     *(halves_anywhere *)((uint16_t *)to + at) = __builtin_convertvector(bits >> 16, halves);
 }
 
+/* The upper half of the first 2 * `by` lanes, where the lower half was. */
+#if LANES == 16
+#define LOWERED(v, by) __builtin_shufflevector(v, v, by, by + 1, by + 2, by + 3, by + 4, by + 5, by + 6, by + 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#else
+#define LOWERED(v, by) __builtin_shufflevector(v, v, by, by + 1, by + 2, by + 3, 4, 5, 6, 7)
+#endif
+
 INLINE float largest(floats v) {
-    float most = v[0];
-    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
-    return most;
+    floats other;
+#define STEP_OF(by) other = LOWERED(v, by), v = pick(other > v, other, v);
+#if LANES == 16
+    STEP_OF(8)
+#endif
+    STEP_OF(4) STEP_OF(2) STEP_OF(1)
+#undef STEP_OF
+    return v[0];
 }
 
 INLINE float total(floats v) {
-    float part[LANES];
-    for (int i = 0; i < LANES; i++) part[i] = v[i];
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
+#if LANES == 16
+    v += LOWERED(v, 8);
+#endif
+    v += LOWERED(v, 4);
+    v += LOWERED(v, 2);
+    v += LOWERED(v, 1);
+    return v[0];
 }
 
 /* e^x to about 1e-7 of itself, 0 below the smallest normal number: 2^n times a polynomial on half a power of two around 0
@@ -151,40 +190,184 @@ INLINE const char *entry(const Layer *layer, const Piece *piece, int64_t at) {
     return layer->entries + pool_row(piece, at) * layer->row;
 }
 
+/* Query rows of one key/value head and some keys. */
+typedef struct {
+    const float *const *query; /* [rows][size] */
+    const char *const *keys;   /* [padded], of which `count` are seen */
+    const int64_t *sees;       /* by row: keys that it sees, of this tile and before */
+    int64_t begin, value;      /* keys before this tile; bytes from a key to its value */
+    int rows, count, padded, size;
+    float scale;
+    float (*weight)[TILE];
+    float (*weighted)[MOST_SIZE];
+} Tile;
+
+/* Turn a square of LANES vectors: v[i][j] and v[j][i] change places. In each step those of which the numbers differ in one bit do. */
+INLINE void turn_square(words *v) {
+#if LANES == 16
+#define STEPS(step) \
+    step(1, (0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30), (1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)) \
+    step(2, (0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29), (2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)) \
+    step(4, (0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27), (4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)) \
+    step(8, (0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), (8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#else
+#define STEPS(step) \
+    step(1, (0, 8, 2, 10, 4, 12, 6, 14), (1, 9, 3, 11, 5, 13, 7, 15)) step(2, (0, 1, 8, 9, 4, 5, 12, 13), (2, 3, 10, 11, 6, 7, 14, 15)) \
+    step(4, (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+#endif
+#define LIST(...) __VA_ARGS__
+#define STEP_OF(bit, low, high)                                                    \
+    for (int i = 0; i < LANES; i++)                                                \
+        if (!(i & bit)) {                                                          \
+            const words a = v[i], b = v[i + bit];                                  \
+            v[i] = __builtin_shufflevector(a, b, LIST low);                        \
+            v[i + bit] = __builtin_shufflevector(a, b, LIST high);                 \
+        }
+    STEPS(STEP_OF)
+#undef STEPS
+#undef LIST
+#undef STEP_OF
+}
+
+/* LANES keys of bfloat16 as single precision, turned: the first number of each, then the second of each: turned [size, LANES]. */
+INLINE void turn_keys(const char *const *keys, int size, float *turned) {
+    for (int c = 0; c < size; c += 2 * LANES) {
+        words v[LANES]; /* two neighbours each */
+        const int most = size - c < 2 * LANES ? (size - c) / 2 : LANES; /* what is read behind them belongs to other keys, or to values */
+        for (int i = 0; i < LANES; i++) v[i] = *(const words_anywhere *)(keys[i] + 2 * c);
+        turn_square(v);
+        for (int i = 0; i < most; i++, turned += 2 * LANES) {
+            store(turned, (floats)(v[i] << 16));
+            store(turned + LANES, (floats)(v[i] & 0xFFFF0000u));
+        }
+    }
+}
+
+/* The part of scores that one lane of a product sums up: of every LANESth number from `lane` on. */
+INLINE void lane_scores(int rows, const float *const *query, const float *turned, int size, int lane, floats *score) {
+    for (int r = 0; r < rows; r++) score[r] = load(turned + lane * LANES) * query[r][lane];
+    for (int c = lane + LANES; c < size; c += LANES) {
+        const floats part = load(turned + c * LANES);
+        for (int r = 0; r < rows; r++) score[r] = fused(part, all(query[r][c]), score[r]);
+    }
+    for (int r = 0; r < rows; r++) NOW(score[r]);
+}
+
+/* The same of neighbouring lanes, added up like `sums` does. */
+#define SUM_OF_TWO(name, part, lanes)                                                                                              \
+    INLINE void name(int rows, const float *const *query, const float *turned, int size, int lane, floats *score) {                \
+        floats other[SCORED];                                                                                                      \
+        part(rows, query, turned, size, lane, score);                                                                              \
+        part(rows, query, turned, size, lane + lanes / 2, other);                                                                  \
+        for (int r = 0; r < rows; r++) {                                                                                           \
+            score[r] += other[r];                                                                                                  \
+            NOW(score[r]);                                                                                                         \
+        }                                                                                                                          \
+    }
+SUM_OF_TWO(scores_2, lane_scores, 2)
+SUM_OF_TWO(scores_4, scores_2, 4)
+SUM_OF_TWO(scores_8, scores_4, 8)
+#if LANES == 16
+SUM_OF_TWO(scores_16, scores_8, 16)
+#define ALL_SCORES scores_16
+#else
+#define ALL_SCORES scores_8
+#endif
+
+/* score[r]: the products of a query row with LANES turned keys; each with the same bits as `scores_of`. */
+INLINE void turned_scores(int rows, const float *const *query, const float *turned, int size, floats *score) {
+#define ROWS_ARE(n) case n: if (n <= SCORED) ALL_SCORES(n, query, turned, size, 0, score); break;
+    switch (rows) { ROWS_ARE(1) ROWS_ARE(2) ROWS_ARE(3) ROWS_ARE(4) ROWS_ARE(5) ROWS_ARE(6) }
+#undef ROWS_ARE
+}
+
+/* The products of a query row with LANES keys. */
+INLINE floats scores_of(const float *query, const char *const *keys, int size, int half) {
+    floats dot[LANES], part = load(query);
+    for (int i = 0; i < LANES; i++) dot[i] = load_from(keys[i], 0, half) * part;
+    for (int c = LANES; c < size; c += LANES) {
+        part = load(query + c);
+        for (int i = 0; i < LANES; i++) dot[i] = fused(load_from(keys[i], c, half), part, dot[i]);
+    }
+    return sums(dot);
+}
+
+/* weight[r][at ...] = LANES products of a query row with keys, scaled; -INFINITY where the row does not see the key. */
+INLINE void keep_scores(const Tile *tile, int r, int at, floats score) {
+    ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const int64_t seen = tile->sees[r] - tile->begin - at;
+    store(tile->weight[r] + at, pick(lane < (int32_t)(seen < LANES ? seen : LANES), score * tile->scale, all(-INFINITY)));
+}
+
+/* The scores of all rows and keys. */
+INLINE void score_all(const Tile *tile, int size, int half) {
+    float turned[MOST_SIZE * LANES] __attribute__((aligned(64)));
+    if (!half || tile->rows < TURNED_FROM) { /* numbers of single precision need no conversion, which turning saves */
+        for (int at = 0; at < tile->padded; at += LANES)
+            for (int r = 0; r < tile->rows; r++) keep_scores(tile, r, at, scores_of(tile->query[r], tile->keys + at, size, half));
+        return;
+    }
+    for (int at = 0; at < tile->padded; at += LANES) {
+        turn_keys(tile->keys + at, size, turned);
+        for (int first = 0; first < tile->rows; first += SCORED) {
+            const int some = tile->rows - first < SCORED ? tile->rows - first : SCORED;
+            floats score[SCORED];
+            turned_scores(some, tile->query + first, turned, size, score);
+            for (int r = 0; r < some; r++) keep_scores(tile, first + r, at, score[r]);
+        }
+    }
+}
+
 /* weighted[r] += sum over keys of weight[r][key] * value[key], for a few rows and vectors that fit the registers. */
-INLINE void add_values(int rows, int wide, float (*weighted)[MOST_SIZE], float (*weight)[TILE], const char *const *keys,
-                       int count, const Layer *layer, int at) {
+INLINE void add_values(const Tile *tile, int half, int rows, int wide, int first, int at) {
+    float (*weighted)[MOST_SIZE] = tile->weighted + first;
+    const float *weight = tile->weight[first];
     floats sum[TOGETHER][WIDE];
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < wide; j++) sum[r][j] = load(weighted[r] + at + j * LANES);
-    for (int i = 0; i < count; i++) {
-        const char *value = keys[i] + layer->value;
-        for (int j = 0; j < wide; j++) {
-            floats part = load_from(value, at + j * LANES, layer->half);
-            for (int r = 0; r < rows; r++) sum[r][j] += part * weight[r][i];
+    for (int i = 0; i < tile->count; i++, weight++) {
+        const char *value = tile->keys[i] + tile->value;
+        floats part[WIDE];
+        for (int j = 0; j < wide; j++) part[j] = load_from(value, at + j * LANES, half);
+        for (int r = 0; r < rows; r++) {
+            const floats own = all(weight[r * TILE]);
+            for (int j = 0; j < wide; j++) sum[r][j] = fused(part[j], own, sum[r][j]);
         }
     }
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < wide; j++) store(weighted[r] + at + j * LANES, sum[r][j]);
 }
 
-INLINE void add_values_wide(int wide, int rows, float (*weighted)[MOST_SIZE], float (*weight)[TILE],
-                            const char *const *keys, int count, const Layer *layer, int at) {
-    switch (rows) {
-    case 1: add_values(1, wide, weighted, weight, keys, count, layer, at); break;
-    case 2: add_values(2, wide, weighted, weight, keys, count, layer, at); break;
-    case 3: add_values(3, wide, weighted, weight, keys, count, layer, at); break;
-    default: add_values(4, wide, weighted, weight, keys, count, layer, at);
+INLINE void add_all_values(const Tile *tile, int half) {
+    for (int first = 0; first < tile->rows; first += TOGETHER) {
+        const int rows = tile->rows - first;
+        int at = 0;
+#define ROWS_ARE(n, wide) case n: if (n <= TOGETHER) add_values(tile, half, n, wide, first, at); break;
+#define ANY_ROWS(wide)                                                                                      \
+    switch (rows < TOGETHER ? rows : TOGETHER) {                                                            \
+        ROWS_ARE(1, wide) ROWS_ARE(2, wide) ROWS_ARE(3, wide) ROWS_ARE(4, wide) ROWS_ARE(5, wide) ROWS_ARE(6, wide) \
+    }
+        for (; at + WIDE * LANES <= tile->size; at += WIDE * LANES) ANY_ROWS(WIDE)
+        for (; at < tile->size; at += LANES) ANY_ROWS(1)
+#undef ROWS_ARE
+#undef ANY_ROWS
     }
 }
 
+/* Functions of their own, so that each has all registers. */
+STEP void score_64_single(const Tile *tile) { score_all(tile, 64, 0); }
+STEP void score_64_half(const Tile *tile) { score_all(tile, 64, 1); }
+STEP void score_single(const Tile *tile) { score_all(tile, tile->size, 0); }
+STEP void score_half(const Tile *tile) { score_all(tile, tile->size, 1); }
+STEP void add_single(const Tile *tile) { add_all_values(tile, 0); }
+STEP void add_half(const Tile *tile) { add_all_values(tile, 1); }
+
 /* Up to ROWS query rows of one key/value head; row r sees the first sees[r] keys. Softmax over tiles of keys (M. Milakov and
    N. Gimelshein, "Online normalizer calculation for softmax", 2018). */
-INLINE void attend_block(int rows, const float *const *query, void *out, const int64_t *outs, const int64_t *sees, const Piece *piece,
-                         int64_t head, const Layer *layer) {
-    ints lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    const int size = layer->size;
+STEP void attend_block(int rows, const float *const *query, void *out, const int64_t *outs, const int64_t *sees, const Piece *piece,
+                       int64_t head, const Layer *layer) {
+    const int size = layer->size, half = layer->half;
     float weight[ROWS][TILE] __attribute__((aligned(64)));
     float weighted[ROWS][MOST_SIZE] __attribute__((aligned(64)));
     float most[ROWS], sum[ROWS];
@@ -202,18 +385,11 @@ INLINE void attend_block(int rows, const float *const *query, void *out, const i
             int64_t at = begin + (i < count ? i : count - 1); /* what lies behind is not read */
             keys[i] = entry(layer, piece, at) + head;
         }
-        for (int at = 0; at < padded; at += LANES)
-            for (int r = 0; r < rows; r++) {
-                floats dot[LANES], part = load(query[r]);
-                for (int i = 0; i < LANES; i++) dot[i] = load_from(keys[at + i], 0, layer->half) * part;
-                for (int c = LANES; c < size; c += LANES) {
-                    part = load(query[r] + c);
-                    for (int i = 0; i < LANES; i++) dot[i] += load_from(keys[at + i], c, layer->half) * part;
-                }
-                int64_t seen = sees[r] - begin - at;
-                floats score = sums(dot) * layer->scale;
-                store(weight[r] + at, pick(lane < (int32_t)(seen < LANES ? seen : LANES), score, all(-INFINITY)));
-            }
+        const Tile tile = {query, keys, sees, begin, layer->value, rows, count, padded, size, layer->scale, weight, weighted};
+        if (size == 64)
+            (half ? score_64_half : score_64_single)(&tile);
+        else
+            (half ? score_half : score_single)(&tile);
         for (int r = 0; r < rows; r++) {
             if (sees[r] <= begin) { /* weights 0, whatever they were multiplied with */
                 memset(weight[r], 0, (size_t)padded * sizeof(float));
@@ -240,17 +416,10 @@ INLINE void attend_block(int rows, const float *const *query, void *out, const i
             }
             sum[r] += total(together);
         }
-        for (int first = 0; first < rows; first += TOGETHER) {
-            int some = rows - first < TOGETHER ? rows - first : TOGETHER;
-            int c = 0;
-            for (; c + WIDE * LANES <= size; c += WIDE * LANES)
-                add_values_wide(WIDE, some, weighted + first, weight + first, keys, count, layer, c);
-            for (; c < size; c += LANES)
-                add_values_wide(1, some, weighted + first, weight + first, keys, count, layer, c);
-        }
+        (half ? add_half : add_single)(&tile);
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < size; c += LANES) store_to(out, outs[r] + c, load(weighted[r] + c) / sum[r], layer->half);
+        for (int c = 0; c < size; c += LANES) store_to(out, outs[r] + c, load(weighted[r] + c) / sum[r], half);
 }
 
 /* Read a context once in the order of its addresses, so that it lies in the cache when it is read head by head: memory is more than twice as fast
@@ -330,18 +499,7 @@ INLINE int64_t attend_cost(const Attend *step) {
 STEP void attend_part(const void *given, int64_t part, int64_t parts) {
     const Attend *step = given;
     const int64_t cost = attend_cost(step), from = cost * part / parts, to = cost * (part + 1) / parts;
-    Layer layer = *step->layer; /* what is constant below becomes code of its own */
-    if (layer.size == 64 && !layer.half) {
-        layer.size = 64;
-        layer.half = 0;
-        attend_share(step, &layer, from, to);
-    } else if (layer.half) {
-        layer.half = 1;
-        attend_share(step, &layer, from, to);
-    } else {
-        layer.half = 0;
-        attend_share(step, &layer, from, to);
-    }
+    attend_share(step, step->layer, from, to);
 }
 
 TARGET
