@@ -256,6 +256,21 @@ def test_silent_requests_are_probed_one_after_the_other_each_until_a_token_is_re
     assert EXPLORED_SHARE * plain_s * (waited - HOLD_ROUNDS) <= 1.1 * probe_s, "and are not forgotten"
 
 
+def test_an_accident_in_a_probe_does_not_put_the_next_one_off() -> None:
+    """A thread that has no core while a probe drafts: the round takes a thousand times as long."""
+
+    def rounds_after(times: float) -> int:
+        chooser = lengths_for(**{name: costs.copy() for name, costs in COMPUTE_BOUND.items()})
+        requests = [silent(66), silent(65)]
+        assert chooser.lengths(requests, [8] * 2) == [1, 0]
+        chooser.observe_costs(3, chooser.drafted(3), [1], times * chooser.step(1), read=1)
+        chooser.observe_acceptance(requests[0], 0, 1)
+        return rounds_until_the_next_probe(chooser, requests)[0]
+
+    usual = rounds_after(1.0)
+    assert usual < rounds_after(1000.0) <= 2 * usual
+
+
 def test_of_equally_silent_requests_the_one_with_the_least_to_read_is_probed() -> None:
     chooser = lengths_for(**COMPUTE_BOUND)
     requests, outlooks = [silent() for _ in range(3)], [Outlook(10, 20), Outlook(20, 20), Outlook(10, 30)]

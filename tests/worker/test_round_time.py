@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from laps_sd.contract.round_time import ALONE_ROUNDS, PLAIN_ROUNDS, prefill_time
 from tests.worker.contract import spec
 from tests.worker.drive import finish_all
 from tests.worker.pairs import load_pair
+from worker_svc.engine.cpu import kernels
 from worker_svc.engine.draft_lengths.cost_table import CostTable
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import RoundResult
@@ -198,6 +200,19 @@ def test_the_text_is_the_same_with_and_without_the_limit(pair: tuple[Path, Path]
     ]
     expected, *_ = finish_all(load(pair, device, None), specs)
     assert finish_all(load(pair, device), specs)[0] == expected
+
+
+@pytest.mark.skipif(not kernels.USABLE, reason="torch's threads do not depend on the option")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_time_in_which_the_thread_sleeps_counts_where_others_compute(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """A single thread sleeps because other processes have its core; one of several waits for the parts of the others."""
+    engine = load_pair(pair[0], None, drafter="none", max_length=64, blocks=16, threads=threads)
+    kernels.use_threads(1)
+    monkeypatch.setattr(time, "thread_time", lambda: 1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 2.0)
+    assert engine._pair.clock() == threads
 
 
 @pytest.mark.parametrize("wrong", [0.3, 3.0])

@@ -187,6 +187,7 @@ def _engine_options(options: LoadOptions, target: PackedModel, draft: PackedMode
         max_round_s=options.max_round_s,
         draft_len=options.draft_len,
         host_bytes=options.host_bytes,
+        threads=_threads(target, options) or 1,
         drafter=None if options.drafter == "none" else drafter,
         prefix_reuse_tokens=options.prefix_reuse_tokens,
     )

@@ -80,13 +80,15 @@ class EngineOptions:
     draft_len: int | None = None
     # Swapped-out KV, at most.
     host_bytes: int = 2 * 2**30
+    # Threads that compute a forward on the CPU.
+    threads: int = 1
     # For requests that name none; None: no speculation at all.
     drafter: Drafter | None = Drafter.MODEL
     # Shortest equal context start, in tokens, whose KV is reused; 0: never.
     prefix_reuse_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk"):
+        for name in ("slots", "target_blocks", "block_size", "max_length", "prefill_chunk", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("draft_blocks", "max_draft_len", "host_bytes", "prefix_reuse_tokens"):

@@ -46,6 +46,9 @@ HOLD_ROUNDS = 16
 Tried 4 to 64."""
 EXPLORED_SHARE = 0.005
 """Share of the time that is spent on exploring. Tried 0.001 to 0.02."""
+LONGEST_STEPS = 2.0
+"""Draft steps of a probe cost at most this many times what is expected of them: a larger time is an accident, and would put
+the next probe off by as much."""
 
 
 @dataclass
@@ -383,6 +386,7 @@ class DraftLengths:
         if not self._depth:
             # Only probes drafted.
             plain_s = self.plain(rows - sum(steps), keys)
+            draft_s = min(draft_s, LONGEST_STEPS * sum(expected))
             extra_s = draft_s + max(0.0, self.drafted(rows, keys) - plain_s)
             self._count_probe(-extra_s / plain_s)
 
