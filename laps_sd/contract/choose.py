@@ -23,8 +23,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from operator import itemgetter
 from typing import Final, NamedTuple, final
 
 
@@ -172,11 +170,20 @@ def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
     return 1 if RESERVED_SLICE_ROUNDS - clock.had >= RESERVED_CYCLE_ROUNDS - clock.rounds else 0
 
 
-# (rank_class, cost, request_id, candidate, target blocks it needs in this round, draft blocks likewise): a
-# tuple, because a worker calls `choose` at every round, and tuples sort and unpack several times faster than
-# objects. Request ids are unique, so a comparison never reaches the candidate.
-_Entry = tuple[int, float, str, Candidate, int, int]
-_rank: Final = itemgetter(0, 1, 2)
+@final
+class _Entry:
+    """A candidate with the KV blocks that it needs in this round. Compiled, attributes are read without the boxes
+    that the members of a tuple have.
+    """
+
+    __slots__ = ("candidate", "chosen", "cost", "draft", "target")
+
+    def __init__(self, candidate: Candidate, cost: float, target: int, draft: int) -> None:
+        self.candidate: Final = candidate
+        self.cost: Final = cost
+        self.target: Final = target
+        self.draft: Final = draft
+        self.chosen = False
 
 
 def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
@@ -191,21 +198,23 @@ def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
     A request that does not fit is passed over. Under the KV latch no request is displaced in step 4, and
     resident requests come before the others there.
     """
-    entries = [_entry(candidate, worker) for candidate in candidates]
-    entries.sort(key=_rank)
+    # Request ids are unique, so a comparison never reaches the entry.
+    ordered = [_ordered(candidate, worker) for candidate in candidates]
+    ordered.sort()
+    entries = [entry for _, _, _, entry in ordered]
     latched = _is_latched(entries, worker)
     selection = _Selection(worker, entries)
 
     for entry in entries:
-        if entry[3].running and entry[3].pinned:
+        if entry.candidate.running and entry.candidate.pinned:
             selection.add_if_it_fits(entry)
     clock = _clock_now(worker, entries)
     _fill_reserved_share(entries, reserved_slots(worker.slots, clock), selection)
     for entry in entries:
-        if entry[3].running and entry[2] not in selection.chosen and selection.add_if_it_fits(entry):
+        if entry.candidate.running and not entry.chosen and selection.add_if_it_fits(entry):
             selection.victims.append(entry)
 
-    waiting = [entry for entry in entries if entry[2] not in selection.chosen]
+    waiting = [entry for entry in entries if not entry.chosen]
     if latched:
         waiting.sort(key=_resident_first)
     displaced = False
@@ -215,14 +224,15 @@ def choose(candidates: Sequence[Candidate], worker: WorkerState) -> Choice:
     if displaced:
         # A displaced big request may leave room for several small ones. It is itself not in `waiting`.
         for entry in entries:
-            if entry[2] not in selection.chosen:
+            if not entry.chosen:
                 selection.add_if_it_fits(entry)
 
-    run = tuple(entry[2] for entry in entries if entry[2] in selection.chosen)
-    return Choice(run, tuple(selection.evictions()), latched, _clock_after(clock, worker, entries, run))
+    run = tuple([entry.candidate.request_id for entry in entries if entry.chosen])
+    return Choice(run, tuple(selection.evictions()), latched, _clock_after(clock, worker, entries))
 
 
-def _entry(candidate: Candidate, worker: WorkerState) -> _Entry:
+def _ordered(candidate: Candidate, worker: WorkerState) -> tuple[int, float, str, _Entry]:
+    """Return the entry of a candidate after what it is ordered by."""
     # KV covers all tokens but the last; a round writes up to max_growth_tokens entries
     # (worker_svc.engine.interface).
     needed = -(-(candidate.tokens - 1 + worker.max_growth_tokens) // worker.block_size)
@@ -233,7 +243,7 @@ def _entry(candidate: Candidate, worker: WorkerState) -> _Entry:
     cost = candidate.index_s
     if candidate.residency is not ON_DEVICE:
         cost += candidate.resume_cost_s
-    return (candidate.rank_class, cost, candidate.request_id, candidate, target, draft)
+    return (candidate.rank_class, cost, candidate.request_id, _Entry(candidate, cost, target, draft))
 
 
 def _resident_first(entry: _Entry) -> int:
@@ -241,7 +251,7 @@ def _resident_first(entry: _Entry) -> int:
 
     The sort is stable, so rank decides among equals.
     """
-    return -entry[3].residency
+    return -entry.candidate.residency
 
 
 def _is_latched(entries: Sequence[_Entry], worker: WorkerState) -> bool:
@@ -251,10 +261,11 @@ def _is_latched(entries: Sequence[_Entry], worker: WorkerState) -> bool:
     fuller pool.
     """
     target = draft = 0
-    for _, _, _, candidate, target_needed, draft_needed in entries:
+    for entry in entries:
+        candidate = entry.candidate
         if candidate.running:
-            target += target_needed
-            draft += draft_needed
+            target += entry.target
+            draft += entry.draft
         else:
             target += candidate.target_blocks
             draft += candidate.draft_blocks
@@ -273,18 +284,16 @@ def _clock_now(worker: WorkerState, entries: Sequence[_Entry]) -> ReserveClock:
     clock = worker.reserve_clock
     if worker.slots > 1:
         return clock
-    reserved = [entry[2] for entry in entries if entry[3].reserved]
+    reserved = [entry.candidate.request_id for entry in entries if entry.candidate.reserved]
     if not reserved or clock.request_id in reserved:
         return clock
     return ReserveClock(reserved[0], max(0, clock.rounds - RESERVED_ONE_IN * clock.had), 0)
 
 
-def _clock_after(
-    clock: ReserveClock, worker: WorkerState, entries: Sequence[_Entry], run: Sequence[str]
-) -> ReserveClock:
-    if worker.slots > 1 or not any(entry[3].reserved for entry in entries):
+def _clock_after(clock: ReserveClock, worker: WorkerState, entries: Sequence[_Entry]) -> ReserveClock:
+    if worker.slots > 1 or not any(entry.candidate.reserved for entry in entries):
         return clock
-    ran = any(entry[3].reserved and entry[2] in run for entry in entries)
+    ran = any(entry.candidate.reserved and entry.chosen for entry in entries)
     rounds, had = clock.rounds + 1, clock.had + ran
     if had >= RESERVED_SLICE_ROUNDS or rounds >= RESERVED_CYCLE_ROUNDS:
         return ReserveClock(clock.request_id, 0, 0)
@@ -292,8 +301,8 @@ def _clock_after(
 
 
 def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Selection) -> None:
-    reserved = [entry for entry in entries if entry[3].reserved and entry[2] not in selection.chosen]
-    reserved.sort(key=lambda entry: not entry[3].running)
+    reserved = [entry for entry in entries if entry.candidate.reserved and not entry.chosen]
+    reserved.sort(key=lambda entry: not entry.candidate.running)
     for entry in reserved:
         if share == 0:
             return
@@ -301,14 +310,14 @@ def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Sele
             share -= 1
 
 
+@final
 class _Selection:
-    """Chosen requests, and the slots and blocks of both pools that are left.
+    """Chosen entries (`_Entry.chosen`), and the slots and blocks of both pools that are left.
 
     Invariant: the chosen requests fit.
     """
 
-    def __init__(self, worker: WorkerState, entries: Sequence[_Entry]) -> None:
-        self.chosen: dict[str, _Entry] = {}
+    def __init__(self, worker: WorkerState, entries: list[_Entry]) -> None:
         self._entries = entries
         self._slots = worker.slots
         self._target = worker.target_blocks
@@ -318,30 +327,30 @@ class _Selection:
         share."""
 
     def add_if_it_fits(self, entry: _Entry) -> bool:
-        if self._slots == 0 or entry[4] > self._target or entry[5] > self._draft:
+        if self._slots == 0 or entry.target > self._target or entry.draft > self._draft:
             return False
-        self.chosen[entry[2]] = entry
+        entry.chosen = True
         self._slots -= 1
-        self._target -= entry[4]
-        self._draft -= entry[5]
+        self._target -= entry.target
+        self._draft -= entry.draft
         return True
 
     def displace_for(self, entry: _Entry) -> bool:
         """Replace the worst running requests by `entry`, if it beats each of them; return whether it did."""
         slots, target, draft = self._slots, self._target, self._draft
         count = 0
-        while slots == 0 or entry[4] > target or entry[5] > draft:
+        while slots == 0 or entry.target > target or entry.draft > draft:
             if count == len(self.victims):
                 return False
             count += 1
             victim = self.victims[-count]
             slots += 1
-            target += victim[4]
-            draft += victim[5]
-            if not self._beats(entry, victim, target - entry[4], draft - entry[5]):
+            target += victim.target
+            draft += victim.draft
+            if not self._beats(entry, victim, target - entry.target, draft - entry.draft):
                 return False
         for victim in self.victims[-count:]:
-            del self.chosen[victim[2]]
+            victim.chosen = False
         del self.victims[-count:]
         self._slots, self._target, self._draft = slots, target, draft
         return self.add_if_it_fits(entry)
@@ -350,47 +359,48 @@ class _Selection:
         """Return whether `entry` may displace `victim`, with `target_left` and `draft_left` blocks left once
         it runs instead.
         """
-        if entry[0] != victim[0]:
-            return entry[0] < victim[0]
-        setup = entry[1] - entry[3].index_s
-        if entry[3].index_s * (1 + HYSTERESIS) + setup >= victim[3].index_s:
+        waits, runs = entry.candidate, victim.candidate
+        if waits.rank_class != runs.rank_class:
+            return waits.rank_class < runs.rank_class
+        setup = entry.cost - waits.index_s
+        if waits.index_s * (1 + HYSTERESIS) + setup >= runs.index_s:
             return False
         # The costs of both: `entry` pays its set-up, and `victim` will pay for its KV if it loses it.
-        with_eviction = entry[3].index_s * (1 + HYSTERESIS_EVICTING) + setup + victim[3].resume_cost_s
-        return with_eviction < victim[3].index_s or not self._would_evict(
-            entry, victim, target_left, draft_left
-        )
+        with_eviction = waits.index_s * (1 + HYSTERESIS_EVICTING) + setup + runs.resume_cost_s
+        return with_eviction < runs.index_s or not self._would_evict(entry, victim, target_left, draft_left)
 
     def _would_evict(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
         """Return whether `victim` loses its KV.
 
         Eviction is worst rank first, so only requests of better rank are certain to keep theirs.
         """
-        # Compared by id: in compiled code a tuple has no identity.
-        for other in takewhile(lambda other: other[2] != victim[2], self._entries):
-            if other[2] not in self.chosen and other[2] != entry[2]:
-                target_left -= other[3].target_blocks
-                draft_left -= other[3].draft_blocks
-        return target_left < victim[3].target_blocks or draft_left < victim[3].draft_blocks
+        for other in self._entries:
+            if other is victim:
+                break
+            if not other.chosen and other is not entry:
+                target_left -= other.candidate.target_blocks
+                draft_left -= other.candidate.draft_blocks
+        return target_left < victim.candidate.target_blocks or draft_left < victim.candidate.draft_blocks
 
     def evictions(self) -> list[str]:
         """Return the requests to evict: only as many as the missing blocks need, worst rank first, never a
         running one.
         """
         target, draft = self._target, self._draft
-        paused = [
-            e for e in self._entries if (e[3].target_blocks or e[3].draft_blocks) and e[2] not in self.chosen
-        ]
-        for entry in paused:
-            target -= entry[3].target_blocks
-            draft -= entry[3].draft_blocks
-        evicted = []
-        for entry in reversed(paused):
+        for entry in self._entries:
+            if not entry.chosen:
+                target -= entry.candidate.target_blocks
+                draft -= entry.candidate.draft_blocks
+        evicted: list[str] = []
+        for entry in reversed(self._entries):
             if target >= 0 and draft >= 0:
                 break
+            paused = entry.candidate
             # Evicting a request without blocks in the pool that is short would gain nothing.
-            if (target < 0 and entry[3].target_blocks) or (draft < 0 and entry[3].draft_blocks):
-                target += entry[3].target_blocks
-                draft += entry[3].draft_blocks
-                evicted.append(entry[2])
+            if not entry.chosen and (
+                (target < 0 and paused.target_blocks) or (draft < 0 and paused.draft_blocks)
+            ):
+                target += paused.target_blocks
+                draft += paused.draft_blocks
+                evicted.append(paused.request_id)
         return evicted
