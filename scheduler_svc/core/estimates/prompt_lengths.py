@@ -104,7 +104,8 @@ class PromptLengths:
 
     def _begin(self) -> None:
         self._fresh = [0.0] * FEATURES
-        self._warm = [0.0] * FEATURES
+        # Without start weights the two are the same.
+        self._warm = [0.0] * FEATURES if self._start else self._fresh
         self._variances = [WEIGHT_VARIANCE] * FEATURES
         self._everyone = _Location(DEFAULT_LOG_MEAN, DEFAULT_LOG_MEAN, 1.0)
         self._classes: dict[str, _Location] = {}
@@ -124,15 +125,22 @@ class PromptLengths:
         and while too little is known."""
         if not features or (self.learned < LEARNED_ENOUGH and not self._start):
             return None
-        sums = self._sums(unpacked(features), workload_class, tenant)
+        return self._predicted(self._sums(unpacked(features), workload_class, tenant))
+
+    def _predicted(self, sums: _Sums) -> float:
         return math.exp(min(max(0.0, self._mean(sums)), LONGEST_LOG))
 
-    def learn(self, features: bytes, workload_class: str, tenant: str, length: int, cut: bool) -> None:
-        """Learn from a request that ended after `length` tokens (1 or more), by itself or `cut` by its limit."""
+    def learn(
+        self, features: bytes, workload_class: str, tenant: str, length: int, cut: bool
+    ) -> float | None:
+        """Learn from a request that ended after `length` tokens (1 or more), by itself or `cut` by its limit. Return
+        what `predict` would have returned for it before.
+        """
         if not features:
-            return
+            return None
         ids = unpacked(features)
         sums = self._sums(ids, workload_class, tenant)
+        before = self._predicted(sums) if self._start or self.learned >= LEARNED_ENOUGH else None
         log_length = math.log(length)
         fresh_error, warm_error, weight = log_length - sums.fresh, log_length - sums.warm, 1.0
         if cut:
@@ -140,13 +148,14 @@ class PromptLengths:
             warm_error, warm_weight = _beyond(warm_error)
             weight = max(fresh_weight, warm_weight)
             if weight < 0.01:
-                return
+                return before
         fresh_error = min(max(-MOST_ERROR, fresh_error), MOST_ERROR)
         warm_error = min(max(-MOST_ERROR, warm_error), MOST_ERROR)
         self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
         self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
         self._move(ids, sums, fresh_error, warm_error, weight, workload_class, tenant)
         self.learned += 1
+        return before
 
     def _move(
         self,
@@ -181,13 +190,16 @@ class PromptLengths:
         variance = self._factor_variance
         self._factor += variance * start * warm_gain
         self._factor_variance = max(LEAST_VARIANCE, variance - (variance * start) ** 2 / warm_total)
+        # Not in place: compiled, that would be an addition of two objects.
+        if self._start:
+            warm_gain *= scale
+            for i in ids:
+                warm[i] = warm[i] + variances[i] * warm_gain
         fresh_gain *= scale
-        warm_gain *= scale
         shrinks = scale * scale / total
         for i in ids:
             variance = variances[i]
-            fresh[i] += variance * fresh_gain
-            warm[i] += variance * warm_gain
+            fresh[i] = fresh[i] + variance * fresh_gain
             variance -= variance * variance * shrinks
             variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
 
@@ -200,10 +212,12 @@ class PromptLengths:
         fresh = warm = start = 0.0
         for i in ids:
             fresh += fresh_weights[i]
-            warm += warm_weights[i]
         if start_weights:
             for i in ids:
+                warm += warm_weights[i]
                 start += start_weights[i]
+        else:
+            warm = fresh
         start *= scale
         return _Sums(
             everyone.fresh + of_class.fresh + of_tenant.fresh + scale * fresh,

@@ -106,11 +106,10 @@ class Learner:
         # A request that can only run to its limit shows nothing of how long others become.
         if end in OWN_ENDS and request.emitted and not request.facts.runs_to_limit:
             prompts, features, cut = self._priors.prompts, request.facts.length_features, end is End.LENGTH
-            # What is judged is the predictor as it is now: it does not know this length yet, and of a burst
+            # What is judged is the predictor as it was until now: it did not know this length, and of a burst
             # all were predicted before it had learned from any.
-            request.guesses.prompt = prompts.predict(features, workload_class, tenant)
+            request.guesses.prompt = prompts.learn(features, workload_class, tenant, request.emitted, cut)
             self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant, cut=cut)
-            prompts.learn(features, workload_class, tenant, request.emitted, cut)
 
     def _learn_swap(
         self, report: RoundReported, present: list[tuple[Progress, Request]], worker: Worker
