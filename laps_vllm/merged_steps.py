@@ -108,7 +108,9 @@ class MergedSteps:
                 0,
                 "",
                 *_by_position(sums.verdicts),
-                merged=Merged(sums.rounds, sums.drafts, sums.squares),
+                None,
+                Merged(sums.rounds, sums.drafts, sums.squares),
+                sums.end is None,  # there is no record, so no command has to write the tokens
             )
             for request_id, sums in self._sums.items()
         )
@@ -118,13 +120,23 @@ def _by_position(verdicts: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], 
     """Return the draft tokens compared and accepted in all of these drafts, position by position."""
     if len(verdicts) <= 1:
         return by_position(*verdicts[0]) if verdicts else ((), ())
-    longest = max(drafted for _, drafted in verdicts)
-    compared, kept = [0] * longest, [0] * longest
+    # A draft is compared up to its first token that is not accepted, or to its end.
+    longest = 0
+    for _, drafted in verdicts:
+        if drafted > longest:
+            longest = drafted
+    stopped, complete = [0] * (longest + 1), [0] * (longest + 1)
     for accepted, drafted in verdicts:
-        for at in range(min(accepted + 1, drafted)):
-            compared[at] += 1
-        for at in range(min(accepted, drafted)):
-            kept[at] += 1
-    while compared and not compared[-1]:
-        compared.pop(), kept.pop()
+        stopped[accepted] = stopped[accepted] + 1
+        if accepted == drafted:
+            complete[drafted] = complete[drafted] + 1
+    compared: list[int] = []
+    kept: list[int] = []
+    reached = len(verdicts)
+    for at in range(longest):
+        if reached == complete[at]:
+            break
+        compared.append(reached - complete[at])
+        reached -= stopped[at]
+        kept.append(reached)
     return tuple(compared), tuple(kept)
