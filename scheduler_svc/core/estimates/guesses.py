@@ -44,9 +44,13 @@ distribution."""
 _below: Final = NormalDist().inv_cdf
 
 
+def _step_of(spread: float) -> int:
+    return round(math.log(spread) / SPREAD_STEP)
+
+
 def rounded_spread(spread: float) -> float:
     """Return the middle of the step that a spread lies in."""
-    return math.exp(round(math.log(spread) / SPREAD_STEP) * SPREAD_STEP)
+    return math.exp(_step_of(spread) * SPREAD_STEP)
 
 
 @final
@@ -57,8 +61,8 @@ class GuessedLengths:
 
     def __init__(self, table: LengthTable) -> None:
         self._table = table
-        self._likely: dict[tuple[float, int], _Likely] = {}
-        """Distributions by the rounded spread, and the cell of the guess."""
+        self._likely: dict[tuple[int, int], _Likely] = {}
+        """Distributions by the step of the spread, and the cell of the guess."""
 
     def left(
         self, calibration: Calibration, guess: float, emitted: int, most: int, basis: Basis
@@ -71,14 +75,14 @@ class GuessedLengths:
 
     def near(self, log_guess: float, log_spread: float, emitted: int, most: int, basis: Basis) -> TokensLeft:
         """Return the tokens left of a request whose ln(length) was measured with an error of this spread."""
-        spread = rounded_spread(log_spread)
-        normal = _normal(spread)
+        step = _step_of(log_spread)
+        normal = _normal(step)
         cell = min(max(0, round(log_guess / normal.cell_width)), BINS * normal.cells_per_bin)
-        likely = self._likely.get((spread, cell))
+        likely = self._likely.get((step, cell))
         if likely is None:
             if len(self._likely) >= MOST_CELLS:
                 self._likely.clear()
-            likely = self._likely[spread, cell] = _Likely(self._table.masses, cell, normal)
+            likely = self._likely[step, cell] = _Likely(self._table.masses, cell, normal)
         return likely.left(emitted, most, basis)
 
 
@@ -105,9 +109,9 @@ class _Normal:
 
 
 @cache
-def _normal(rounded: float) -> _Normal:
-    """Return the distribution of a rounded spread; there are some 120 of them."""
-    return _Normal(rounded)
+def _normal(step: int) -> _Normal:
+    """Return the distribution of this step of spreads; there are some 120 of them."""
+    return _Normal(math.exp(step * SPREAD_STEP))
 
 
 @final
