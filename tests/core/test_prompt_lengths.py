@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -92,6 +92,21 @@ class TestLearning:
         lengths.learn(b"", "", "", 10, cut=False)
         assert lengths.to_dict() == before
         assert lengths.predict(b"", "", "") is None
+
+    @pytest.mark.parametrize("begin", [PromptLengths, started])
+    def test_learning_returns_what_would_have_been_predicted_before(
+        self, begin: Callable[[], PromptLengths]
+    ) -> None:
+        lengths = begin()
+        for features, length in prompts(int(LEARNED_ENOUGH) + 5):
+            predicted = lengths.predict(features, "class", "tenant")
+            assert lengths.learn(features, "class", "tenant", length, cut=False) == predicted
+        assert predicted is not None
+        predicted = lengths.predict(features, "class", "tenant")
+        assert lengths.learn(features, "class", "tenant", 1, cut=True) == predicted, (
+            "though it teaches nothing"
+        )
+        assert lengths.predict(features, "class", "tenant") == predicted
 
     def test_it_follows_a_change(self) -> None:
         lengths = learned(prompts(3000))
