@@ -363,12 +363,13 @@ class VllmEngine:
             raise DeviceFailed(self._failure) from error
         return {one.request_id: one.new_logprobs for made in (outputs or {}).values() for one in made.outputs}
 
-    def _with_prediction(self, known: Known, result: RequestRound, step: Step) -> RequestRound:
+    def _with_prediction(
+        self, probe: LengthProbe, known: Known, result: RequestRound, step: Step
+    ) -> RequestRound:
         """Return the report with a prediction, if there is one. A failure ends predictions, and nothing else."""
         hidden, known.hidden = known.hidden, None
         sampled = step.row is not None and bool(step.row.sampled)  # its context is complete
-        probe = self.length_probe
-        if probe is None or known.watched is None:
+        if known.watched is None:
             return result
         try:
             return with_prediction(
@@ -385,7 +386,9 @@ class VllmEngine:
         known = self._known[name]
         request = known.request
         assert request is not None
-        result = self._with_prediction(known, report(known, request, step), step)
+        result = report(known, request, step)
+        if self.length_probe is not None:
+            result = self._with_prediction(self.length_probe, known, result, step)
         if result.finish is not None:
             if not request.is_finished():
                 self._core.abort_requests([request.request_id])

@@ -50,12 +50,17 @@ class Rounds(Pausing):
         self.times: StepTime | None = None
         """Bounds the time of steps; None: their tokens alone are bounded."""
         self._planned = Planned()
+        self._in_order: list[Request] = []
+        """The requests of the plan, in the order of `select`."""
         self._begun: deque[Planned] = deque()
         """Rounds that vLLM has scheduled and whose outcome it has not applied, the oldest first."""
 
     def plan(self, planned: Planned) -> None:
         """Set the round of the next step."""
         self._planned, self.over = planned, None
+        decoding = planned.decoding
+        self._in_order = [one for one in planned.run if one.request_id in decoding]
+        self._in_order += [one for one in planned.run if one.request_id not in decoding]
 
     @property
     def in_flight(self) -> int:
@@ -74,9 +79,7 @@ class Rounds(Pausing):
 
     def select(self) -> list[Request]:
         """Return the planned requests: those that decode first, since context takes all of the budget that it finds."""
-        decoding = self._planned.decoding
-        requests = [request for request in self._planned.run if not request.is_finished()]
-        return sorted(requests, key=lambda request: request.request_id not in decoding)
+        return [request for request in self._in_order if not request.is_finished()]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the planned requests, and note what the prefix cache had."""
@@ -106,6 +109,8 @@ class Rounds(Pausing):
 
     def _budget(self, planned: Planned, most: int) -> tuple[int, float]:
         """Return the tokens of the next step, of `most` that vLLM allows, and the limit of its time that bounds them, or 0."""
+        if self.times is None:
+            return most, 0.0
         decoding: list[Request] = []
         lacking: list[Request] = []
         for request in self.select():
@@ -117,7 +122,7 @@ class Rounds(Pausing):
             ]
         )
         planned.plain = Decoding(len(decoding), rows, sum([one.num_tokens for one in decoding]))
-        if self.times is None or not lacking:
+        if not lacking:
             return most, 0.0
         tokens, limit_s = self.times.fitting(
             planned.plain, lacking[0].num_computed_tokens, max(1, most - rows)
