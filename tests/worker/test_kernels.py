@@ -3,8 +3,10 @@ computed along with it."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import sysconfig
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -395,9 +397,9 @@ def test_a_decoder_takes_its_steps_one_after_the_other(dressed: bool, dtype: tor
         assert torch.equal(entries, expected_entries)
     rows = torch.tensor([3, plan.total - 1, 3])
     for layer, residual in enumerate(residuals):
-        copied = kernels.Copied(layer, rows, torch.full((3, model.hidden), torch.nan))
+        copied = kernels.Copied(layer, array("q", rows.tolist()), array("f", [math.nan] * 3 * model.hidden))
         again = model.decoder(ids, plan.pieces, pool.layers, wanted, copied)
-        assert torch.equal(copied.to, residual[rows])
+        assert copied.to.tolist() == residual[rows].flatten().tolist()
         assert torch.equal(again, found)
 
 
@@ -445,7 +447,7 @@ def test_a_row_that_there_is_not_cannot_be_copied(row: int) -> None:
     model = Model(torch.float32, dressed=False)
     plan = model.planner.plan([Piece(model.places[1], 0, 2)])
     assert plan.pieces is not None
-    copied = kernels.Copied(0, torch.tensor([row]), torch.empty((1, model.hidden)))
+    copied = kernels.Copied(0, array("q", [row]), array("f", bytes(4 * model.hidden)))
     with pytest.raises(IndexError, match="row"):
         model.decoder(model.ids(2), plan.pieces, model.pool.layers, torch.tensor([1]), copied)
 

@@ -13,6 +13,7 @@ from worker_svc.engine.length_probe.errors import RECENT_ROWS, STAGES, StageErro
 from worker_svc.engine.length_probe.features import COUNT, DIMS, SCALARS, Projection
 from worker_svc.engine.length_probe.probe import (
     EVERY_TOKENS,
+    FEWEST_TOGETHER,
     FIRST_STUDIED,
     LEAST_REQUESTS,
     LEAST_TOKENS,
@@ -111,6 +112,16 @@ def test_the_same_requests_give_the_same_probe() -> None:
     for probe in twins:
         teach(probe, World(), 100)
     assert twins[0].learnt() == twins[1].learnt()
+
+
+def test_ends_are_learnt_from_together() -> None:
+    probe, world = probe_of(), World()
+    nothing = probe.errors.pack().tolist()
+    teach(probe, world, FEWEST_TOGETHER - 1)
+    assert probe.requests == FEWEST_TOGETHER - 1
+    assert probe.errors.pack().tolist() == nothing
+    teach(probe, world, 1)
+    assert probe.errors.pack().tolist() != nothing
 
 
 # -- cut requests --------------------------------------------------------------------------------------------

@@ -243,8 +243,8 @@ class Copied(NamedTuple):
     """Rows of the residual stream that a forward copies out."""
 
     layer: int  # decoder layers before it: 0 .. layers - 1
-    rows: torch.Tensor  # packed rows, int64
-    to: torch.Tensor  # float32 [rows, hidden], contiguous
+    rows: array[int]  # packed rows, int64
+    to: array[float]  # float32 [rows, hidden]
 
 
 class Decoder:
@@ -364,7 +364,7 @@ def _copied(what: Copied | None) -> tuple[int, int, int, int]:
     if what is None:
         return 0, 0, 0, 0
     layer, rows, to = what
-    return layer, rows.data_ptr(), rows.shape[0], to.data_ptr()
+    return layer, rows.buffer_info()[0], len(rows), to.buffer_info()[0]
 
 
 def _choosing(

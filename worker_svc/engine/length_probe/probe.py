@@ -81,14 +81,9 @@ class Watched:
     studied: bool = True
 
 
-@dataclass(slots=True)
-class _Lesson:
-    """A look at a request that has ended."""
-
-    look: Look
-    # ln(tokens that remained), or of those that remained up to the cut.
-    truth: float
-    cut: bool
+# Features of a look at a request that has ended, ln(tokens that remained) or of those up to its cut, and whether it was
+# cut.
+_Lesson = tuple[Features, float, bool]
 
 
 @dataclass(slots=True)
@@ -120,8 +115,9 @@ class LengthProbe:
         self._after_prompt, self._in_output = Regression(COUNT), Regression(COUNT)
         self._readers: list[_Reader | None] = [None, None]
         self._unprojected: list[Look] = []
-        self._lessons: tuple[list[_Lesson], list[_Lesson]] = [], []
-        self._new_requests = 0
+        # Looks of each request that has ended and is not learnt from yet, its output tokens, and whether it was cut. They
+        # are learnt from together: after a forward, code that runs for one request alone takes several times as long.
+        self._ended: list[tuple[list[Look], int, bool]] = []
         self._watched = 0
 
     def watch(self, prompt_tokens: int) -> Watched:
@@ -166,17 +162,11 @@ class LengthProbe:
     def learn(self, watched: Watched, output_tokens: int, *, cut: bool) -> None:
         """Learn from the end of a request after `output_tokens`; `cut`: it would have become longer."""
         looks, watched.looks = watched.looks, []
-        looks = [look for look in looks if look.output_tokens < output_tokens]
-        if not looks:
+        if not looks or looks[0].output_tokens >= output_tokens:
             return
-        for look in looks:
-            truth = math.log(output_tokens - look.output_tokens)
-            if not cut:
-                self.errors.observe(stage_of(look.output_tokens), truth, look.predicted)
-            self._lessons[look.output_tokens > 0].append(_Lesson(look, truth, cut))
+        self._ended.append((looks, output_tokens, cut))
         self.requests = min(MAX_COUNT, self.requests + 1)
-        self._new_requests += 1
-        if self._new_requests >= min(MOST_TOGETHER, max(FEWEST_TOGETHER, self.requests * SHARE_TOGETHER)):
+        if len(self._ended) >= min(MOST_TOGETHER, max(FEWEST_TOGETHER, self.requests * SHARE_TOGETHER)):
             self._take_in()
 
     def _project(self) -> None:
@@ -192,20 +182,25 @@ class LengthProbe:
     def _take_in(self) -> None:
         """Learn from the requests that have ended."""
         self._project()
-        share = min(1.0, self._new_requests * FORGOTTEN_SHARE)
-        for regression, lessons in zip((self._after_prompt, self._in_output), self._lessons, strict=True):
+        lessons: tuple[list[_Lesson], list[_Lesson]] = [], []
+        for looks, output_tokens, cut in self._ended:
+            for look in looks:
+                if look.output_tokens >= output_tokens:
+                    continue
+                truth = math.log(output_tokens - look.output_tokens)
+                if not cut:
+                    self.errors.observe(stage_of(look.output_tokens), truth, look.predicted)
+                lessons[look.output_tokens > 0].append((look.row, truth, cut))
+        share = min(1.0, len(self._ended) * FORGOTTEN_SHARE)
+        for regression, found in zip((self._after_prompt, self._in_output), lessons, strict=True):
             regression.forget(share)
-            if lessons:
-                regression.learn(
-                    np.stack([lesson.look.row for lesson in lessons]),
-                    np.array([lesson.truth for lesson in lessons]),
-                    np.array([lesson.cut for lesson in lessons]),
-                )
+            if found:
+                rows, truths, cuts = zip(*found, strict=True)
+                regression.learn(np.stack(rows), np.array(truths), np.array(cuts))
         self._forget_lessons()
 
     def _forget_lessons(self) -> None:
-        self._lessons = [], []
-        self._new_requests = 0
+        self._ended = []
         self._readers = [self._reader_of(regression) for regression in (self._after_prompt, self._in_output)]
 
     def _reader_of(self, regression: Regression) -> _Reader | None:
@@ -219,7 +214,7 @@ class LengthProbe:
 
     def learnt(self) -> LearntProbe:
         """Return what it has learnt."""
-        if self._new_requests:
+        if self._ended:
             self._take_in()
         numbers = [self._after_prompt.pack(), self._in_output.pack(), self.errors.pack()]
         packed = np.concatenate(numbers).clip(-LARGEST_PACKED, LARGEST_PACKED).astype("<f2").tobytes()

@@ -10,9 +10,11 @@ whatever the type of the weights. Only used if `PackedModel.self_check` finds it
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm, silu
@@ -293,8 +295,10 @@ class LeanModel:
             wanted = torch.arange(plan.total) if logit_rows is None else logit_rows
             if hidden is None:
                 return self.decoder(ids, plan.pieces, pool.layers, wanted)
-            hidden.states = torch.empty((len(hidden.rows), self._width))
-            copied = kernels.Copied(hidden.layer, kernels.int64s(hidden.rows), hidden.states)
+            count = len(hidden.rows)
+            states = array("f", bytes(4 * count * self._width))
+            hidden.states = np.frombuffer(states, np.float32).reshape(count, self._width)
+            copied = kernels.Copied(hidden.layer, array("q", hidden.rows), states)
             return self.decoder(ids, plan.pieces, pool.layers, wanted, copied)
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads

@@ -21,8 +21,8 @@ class HiddenRows:
     layer: int
     # Packed rows.
     rows: list[int]
-    # [rows, hidden] on the model's device.
-    states: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    # [rows, hidden]: on the model's device, or float32 on the host.
+    states: torch.Tensor | NDArray[np.float32] = field(default_factory=lambda: torch.empty(0))
 
     def take(self, residual: torch.Tensor) -> None:
         """Copy the rows of the residual stream [total, hidden]."""
@@ -30,6 +30,8 @@ class HiddenRows:
 
     def on_host(self) -> NDArray[np.float32]:
         """Return the states, float32 [rows, hidden]; on a GPU it waits for the forward."""
+        if isinstance(self.states, np.ndarray):
+            return self.states
         found: NDArray[np.float32] = self.states.float().cpu().numpy()
         return found
 

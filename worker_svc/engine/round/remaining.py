@@ -50,13 +50,13 @@ class Remaining:
     def _settle(
         self, probe: LengthProbe, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
     ) -> tuple[RequestRound, ...]:
-        looked_at = {at for at, request in enumerate(requests) if request.looked_at}
-        ended = {at for at, report in enumerate(reports) if report.finish is not None}
         settled = list(reports)
-        for at in sorted(looked_at | ended):
-            sequence = requests[at].sequence
+        for at, (request, report) in enumerate(zip(requests, reports, strict=True)):
+            if not request.looked_at and report.finish is None:
+                continue
+            sequence = request.sequence
             if sequence.watched is not None:
                 settled[at] = with_prediction(
-                    probe, sequence.watched, reports[at], requests[at].hidden, sequence.spec.max_tokens
+                    probe, sequence.watched, report, request.hidden, sequence.spec.max_tokens
                 )
         return tuple(settled)
