@@ -11,8 +11,8 @@ of one class. Errors are root mean squares of ln(true/predicted), order is Kenda
 `--tokens` are left out, and so are the first `--first`. A prediction counts here whether or not the worker would
 have sent it; "sent" is the share that it did.
 
-Cost is CPU time of the same rounds with and without the probe, in alternating slices, with a constant number of
-draft tokens.
+Cost is CPU time of the same rounds with and without the probe, in alternating slices of one engine, with a constant
+number of draft tokens. Two engines would differ by up to 1 % in any case, because their memory lies differently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ class Judge:
             self._table.rebuild(None)
 
 
-def judged_engine(options: argparse.Namespace, *, probe: bool, judge: Judge | None = None) -> Any:
-    """Return an engine, whose looks are judged where there is a judge."""
+def judged_engine(options: argparse.Namespace, *, judge: Judge | None = None) -> Any:
+    """Return an engine for two batches, whose looks are judged where there is a judge."""
     from worker_svc.engine.load import load_engine
     from worker_svc.engine.options import LoadOptions
 
@@ -97,7 +97,7 @@ def judged_engine(options: argparse.Namespace, *, probe: bool, judge: Judge | No
         options.target,
         options.draft,
         LoadOptions(
-            slots=options.batch, max_length=MAX_LENGTH, max_draft_len=DRAFT_LEN, draft_len=DRAFT_LEN, length_probe=probe
+            slots=2 * options.batch, max_length=MAX_LENGTH, max_draft_len=DRAFT_LEN, draft_len=DRAFT_LEN
         ),
     )  # fmt: skip
     if judge is not None:
@@ -133,14 +133,26 @@ def rounds(engine: Any, specs: Sequence[Any], batch: int) -> Iterator[None]:
         yield
 
 
-def side_by_side(with_probe: Any, without: Any, specs: Sequence[Any], batch: int) -> tuple[float, float]:
-    """Return the CPU seconds of the same rounds in both engines, in slices that alternate."""
-    runs = [rounds(engine, specs, batch) for engine in (with_probe, without)]
+def side_by_side(engine: Any, specs: Sequence[Any], batch: int) -> tuple[float, float]:
+    """Return the CPU seconds of the same rounds with and without the probe of an engine, in slices that alternate."""
+    from worker_svc.engine.round.remaining import Remaining
+
+    probes = (engine.length_probe, None)
+    remaining = [Remaining(probe) for probe in probes]
+    runs = [
+        rounds(engine, [replace(spec, request_id=f"{name}-{spec.request_id}") for spec in specs], batch)
+        for name in ("with", "without")
+    ]
+
+    def switch(which: int) -> None:
+        engine.length_probe, engine.rounds.remaining = probes[which], remaining[which]
+
     spent = [0.0, 0.0]
     first, over = 0, False
     while not over:
         count = 0
         for which in (first, 1 - first):
+            switch(which)
             began, done = time.process_time(), 0
             while (time.process_time() - began < SLICE_S) if which == first else done < count:
                 if next(runs[which], runs) is runs:
@@ -150,10 +162,10 @@ def side_by_side(with_probe: Any, without: Any, specs: Sequence[Any], batch: int
             spent[which] += time.process_time() - began
             count = max(count, done)
         first = 1 - first
-    for _ in runs[0]:  # the rest of a slice that both have not begun
-        pass
-    for _ in runs[1]:
-        pass
+    for which in (1, 0):  # the rest of a slice that both have not begun; the probe stays on
+        switch(which)
+        for _ in runs[which]:
+            pass
     return spent[0], spent[1]
 
 
@@ -255,10 +267,10 @@ def cost(options: argparse.Namespace) -> Interval | None:
     """Return the CPU time with the probe over that without; None: it is not measured."""
     if options.turns < 2:
         return None
-    engines = [judged_engine(options, probe=probe) for probe in (True, False)]
+    engine = judged_engine(options)
     pairs = []
     for turn in range(options.turns + 1):
-        pair = side_by_side(engines[0], engines[1], specs_of(options, turn), options.batch)
+        pair = side_by_side(engine, specs_of(options, turn), options.batch)
         if turn:  # the first one warms up, and teaches the probe
             pairs.append(pair)
         progress(f"cost, pass {turn} of {options.turns}: {pair[0]:.2f} s with, {pair[1]:.2f} s without")
@@ -275,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     judge = Judge()
-    for _ in rounds(judged_engine(options, probe=True, judge=judge), specs_of(options), options.batch):
+    for _ in rounds(judged_engine(options, judge=judge), specs_of(options), options.batch):
         pass
     rows = rows_of(judge)
     if rows:

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from bench.probe import Judge, arguments, cost, main, rms, rows_of, tau
+from bench.probe import (
+    Judge,
+    arguments,
+    cost,
+    judged_engine,
+    main,
+    rms,
+    rows_of,
+    side_by_side,
+    specs_of,
+    tau,
+)
 from worker_svc.engine.length_probe.probe import Look
 
 
@@ -50,6 +61,15 @@ def test_the_driver_prints_a_row_for_each_stage_with_looks(
     assert rows[0]["stage"] == "after the prompt"
     assert rows[0]["looks"] >= 20
     assert "ended by themselves" in capsys.readouterr().out
+
+
+def test_of_two_equal_sets_of_requests_one_is_looked_at_and_the_probe_stays_on() -> None:
+    options = arguments(["--prompts", "2", "--tokens", "20", "--batch", "4"])
+    engine, specs = judged_engine(options), specs_of(options)
+    probe = engine.length_probe
+    side_by_side(engine, specs, options.batch)
+    assert engine.length_probe is probe
+    assert probe.requests == len(specs)
 
 
 def test_the_cost_is_a_ratio_of_the_same_rounds() -> None:

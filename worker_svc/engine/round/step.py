@@ -51,7 +51,7 @@ class Rounds:
         self.drafting = Drafting(pair)
         self.verification = Verification(pair, 0 if probe is None else probe.kind.layer)
         self._commit = Commit(pair, self.prefill, output_lengths)
-        self._remaining = Remaining(probe)
+        self.remaining = Remaining(probe)
 
     def run(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
         """Run one round over exactly these requests, which began at `started` of `time.perf_counter`.
@@ -62,7 +62,7 @@ class Rounds:
         round_clock = pair.clock()
         plan = self._plan(sequences)
         requests = plan.requests
-        self._remaining.mark(requests)
+        self.remaining.mark(requests)
         swapping_s, swap_s = self._swap_in(requests)
         choices = choices_of(requests, self._noise, pair.vocab_size, pair.device)
         draft_started = time.perf_counter()
@@ -77,7 +77,7 @@ class Rounds:
         prefill_s = forward_s * self._prefill_share(requests, plan.keys)
         self._observe_costs(requests, pair.clock() - round_clock - swapping_s, steps, plan.keys)
         # After the measurement: what it costs says nothing about draft lengths.
-        settled = self._remaining.settle(requests, reports)
+        settled = self.remaining.settle(requests, reports)
         free = [pool.allocator.free_blocks for pool in pair.pools]
         return RoundResult(
             requests=settled,
