@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+
+from prometheus_client import Counter, Histogram
 
 from laps_sd.contract.ends import End
 from laps_sd.service.metrics import SECONDS, count_histogram, counter, gauge, histogram
@@ -96,7 +99,7 @@ ROUND_SECONDS = counter(
     "Reported time by part of a round: draft, verify, prefill, swap, and idle before it (nothing to run included).",
     ["part"],
 )
-_PARTS = {part: ROUND_SECONDS.labels(part) for part in ("draft", "verify", "prefill", "swap", "idle")}
+_PARTS = [ROUND_SECONDS.labels(part) for part in ("draft", "verify", "prefill", "swap", "idle")]
 WAIT = histogram(
     "laps_sd_scheduler_queue_wait_seconds",
     "Time from acceptance to the first round, of requests that ended.",
@@ -145,25 +148,32 @@ BLOCK_INDEX = gauge(
 
 def observe_turn(events: Iterable[Event]) -> tuple[int, int, int]:
     """Count what the workers reported. Returns the draft tokens, those accepted, and the output tokens."""
-    all_drafted = all_accepted = all_tokens = 0
+    gained: list[int] = []
+    drafted = accepted = rounds = 0
+    draft_s = verify_s = prefill_s = swap_s = idle_s = 0.0
     for event in events:
         if not isinstance(event, RoundReported):
             continue
-        gained = [len(progress.tokens) for progress in event.progress]
-        drafted = sum([progress.drafted for progress in event.progress])
-        accepted = sum([progress.accepted for progress in event.progress])
-        tokens = sum(gained)
-        ROUNDS.inc()
+        rounds += 1
+        gained += [len(progress.tokens) for progress in event.progress]
+        drafted += sum([progress.drafted for progress in event.progress])
+        accepted += sum([progress.accepted for progress in event.progress])
+        draft_s += event.draft_s
+        verify_s += event.verify_s
+        prefill_s += event.prefill_s
+        swap_s += event.swap_s
+        idle_s += event.idle_s
+    tokens = sum(gained)
+    if rounds:  # once a turn: each count takes a lock
+        ROUNDS.inc(rounds)
         DRAFTED.inc(drafted)
         ACCEPTED.inc(accepted)
         TOKENS.inc(tokens)
-        all_drafted += drafted
-        all_accepted += accepted
-        all_tokens += tokens
-        ACCEPTANCE_LENGTH.observe_all([tokens for tokens in gained if tokens])
-        for part, seconds in _PARTS.items():
-            seconds.inc(getattr(event, f"{part}_s"))
-    return all_drafted, all_accepted, all_tokens
+        ACCEPTANCE_LENGTH.observe_all([count for count in gained if count])
+        parts_s = (draft_s, verify_s, prefill_s, swap_s, idle_s)
+        for counted, seconds in zip(_PARTS, parts_s, strict=True):
+            counted.inc(seconds)
+    return drafted, accepted, tokens
 
 
 def observe_death(deaths: int) -> None:
@@ -175,10 +185,15 @@ def observe_death(deaths: int) -> None:
 def observe_estimates(judged: Iterable[Judged]) -> None:
     """Count how wrong the estimates were of requests that ended."""
     for one in judged:
-        labels = (one.moment.value, one.basis.value)
-        ESTIMATE_ERROR.labels(*labels).observe(one.ratio)
+        error, covered = _estimates_of(one.moment.value, one.basis.value)
+        error.observe(one.ratio)
         # Also when it adds 0: the share of a source that never covers is 0, and not missing.
-        ESTIMATES_COVERED.labels(*labels).inc(one.covered)
+        covered.inc(one.covered)
+
+
+@cache
+def _estimates_of(when: str, basis: str) -> tuple[Histogram, Counter]:
+    return ESTIMATE_ERROR.labels(when, basis), ESTIMATES_COVERED.labels(when, basis)
 
 
 def observe_queue(core: Scheduler, pool: str, now_s: float) -> float:

@@ -174,7 +174,7 @@ class Clients:
             )
         del self.live[live.request_id]
         self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
-        self.mark_dirty(live)
+        live.mark_dirty()
         self.forget_old_ends(now_s)
         self.recent_ends.append(
             RecentEnd(now_s, live, replace(commit, position=len(live.committed), tokens=()))
@@ -195,11 +195,6 @@ class Clients:
         written = [replace(ended, at_s=now_s) for ended in self.recent_ends]
         self.recent_ends.clear()
         self.recent_ends.extend(written)
-
-    def mark_dirty(self, live: Live) -> None:
-        """Mark a request that has tokens or an end that its attachments have not been sent."""
-        for attachment in live.attachments.values():
-            attachment.session.mark_dirty(attachment)
 
     def refusal(self) -> Refused | None:
         """Return the reason for which any new request would be refused now; None where one within the limits

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Standing, StoryLine
-from scheduler_svc.core.events import Progress, Recovered, RequestFacts
+from scheduler_svc.core.events import Progress, Recovered, RequestFacts, RoundReported
 from scheduler_svc.leader.tracing import RequestTrace
 from scheduler_svc.store.records import NewRequest, StoredRequest, standing_at_arrival
 from scheduler_svc.wire import replies, reports, requests
@@ -175,6 +175,19 @@ class Live:
             story=(),
         )
 
+    def recorded(self, commit: Commit, now_s: float) -> None:
+        """Take over progress that the record has just taken. Its clients are sent it next."""
+        if commit.standing.rounds >= self.standing.rounds:
+            self.standing = commit.standing
+        self.append(commit.position, commit.tokens, now_s)
+        if commit.end is None:
+            self.mark_dirty()
+
+    def mark_dirty(self) -> None:
+        """Mark tokens or an end that its attachments have not been sent."""
+        for attachment in self.attachments.values():
+            attachment.session.mark_dirty(attachment)
+
     def append(self, position: int, tokens: tuple[int, ...], now_s: float) -> None:
         """Append what the record has just taken: `tokens` from `position` on. A repeat adds nothing."""
         fresh = tokens[len(self.committed) - position :]
@@ -269,6 +282,35 @@ class Live:
                 incarnation=incarnation,
             ),
         )
+
+
+def take_reported(
+    requests: dict[str, Live], report: RoundReported, now_s: float, taken: list[Commit]
+) -> bool:
+    """Take the reported tokens that continue their requests, and add the transitions that write them to `taken`.
+    Return whether that is all there is to be written of the report.
+    """
+    verified, prefilled, complete = report.verified, report.prefilled, True
+    for progress in report.progress:
+        live = requests.get(progress.request_id)
+        if live is None:
+            continue
+        if live.started_s is None:
+            live.started_s = max(live.facts.arrival_s, now_s - report.total_s)
+        if live.takes(progress, report.worker_id):
+            taken.append(live.take(progress, report.service_s(progress, verified, prefilled)))
+            progress.recorded = True
+        else:
+            complete = False
+    return complete
+
+
+def all_recorded(requests: dict[str, Live], commits: Sequence[Commit], now_s: float) -> None:
+    """Apply progress without ends that the record has just taken."""
+    for commit in commits:
+        live = requests.get(commit.request_id)
+        if live is not None:
+            live.recorded(commit, now_s)
 
 
 def _unix_ms(moment_s: float | None) -> int | None:

@@ -48,7 +48,7 @@ from scheduler_svc.core.merged_rounds import MergedRounds
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.chores import Chores
 from scheduler_svc.leader.clients import Clients
-from scheduler_svc.leader.live import Live, from_record, recovered
+from scheduler_svc.leader.live import Live, all_recorded, from_record, recovered, take_reported
 from scheduler_svc.leader.load_log import LoadLog
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
@@ -87,6 +87,7 @@ MAX_TURN = 256
 """Items of one turn. A loop that is late gains nothing from longer turns, while everything that a turn writes
 has to be on the record within the store's timeout: 256 reports of 64 requests take it about half a second.
 """
+_WRITTEN = frozenset({TransitionStatus.OK, TransitionStatus.ALREADY})
 OBSERVE_S = 1.0
 """Seconds between two readings of the queue's gauges."""
 
@@ -342,23 +343,13 @@ class Loop:
                 turn.events.append(WorkerDraining(session.worker_id))
 
     def _handle_report(self, turn: Turn, session: WorkerSession, report: reports.Report) -> None:
-        event, worker_id = report.event, session.worker_id
+        event = report.event
         if report.cache is not None:
             turn.events.append(report.cache)
         turn.events.append(event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
-        verified, prefilled = event.verified, event.prefilled
-        for progress in event.progress:
-            live = self.clients.live.get(progress.request_id)
-            if live is None:
-                continue
-            if live.started_s is None:
-                live.started_s = max(live.facts.arrival_s, turn.now_s - event.total_s)
-            if live.takes(progress, worker_id):
-                turn.taken.append(live.take(progress, event.service_s(progress, verified, prefilled)))
-                progress.recorded = True
-            else:
-                turn.needs_core.add(session)
+        if not take_reported(self.clients.live, event, turn.now_s, turn.taken):
+            turn.needs_core.add(session)
         for one in report.details:
             live = self.clients.live.get(one.request_id)
             if live is not None:
@@ -393,15 +384,15 @@ class Loop:
         for transition in decided:  # not later: this turn may decide about the same requests
             if (live := self.clients.live.get(transition.request_id)) is not None:
                 live.settling = False
-        if transitions := [*decided, *turn.taken]:
-            writing = asyncio.create_task(self._record(transitions))
+        if decided or turn.taken:
+            writing = asyncio.create_task(self._record(decided, turn.taken))
             try:
                 await asyncio.sleep(0)  # it is sent now
                 self._decide(turn)
             except BaseException:
                 writing.cancel()
                 raise
-            await self._recorded_or_refused(turn, transitions, *await writing)
+            await self._recorded_or_refused(turn, decided, *await writing)
         else:
             self._decide(turn)
         if before is not None:
@@ -444,21 +435,21 @@ class Loop:
     async def _recorded_or_refused(
         self,
         turn: Turn,
-        transitions: Sequence[Transition],
+        decided: Sequence[Transition],
         statuses: Sequence[TransitionStatus],
         lost: Mapping[str, TransitionStatus],
     ) -> None:
-        """Carry the answers of the record into the working copy. What this turn has decided about a request for
-        which the record refused something goes: the core decided it in a wrong state.
+        """Carry the answers of the record, to `decided` and to what this turn has taken, into the working copy. What
+        this turn has decided about a request for which the record refused something goes: the core decided it in
+        a wrong state.
         """
+        await self._apply(turn, decided, statuses[: len(decided)])
+        of_taken = statuses[len(decided) :]
+        if _WRITTEN.issuperset(of_taken):
+            all_recorded(self.clients.live, turn.taken, turn.now_s)
+        else:
+            await self._apply(turn, turn.taken, of_taken)
         refused = turn.refused
-        for transition, status in zip(transitions, statuses, strict=True):
-            if status is TransitionStatus.OK or status is TransitionStatus.ALREADY:
-                self._working_copy.recorded(transition, turn.now_s)
-            elif transition.request_id not in refused:
-                refused.add(transition.request_id)
-                kind = type(transition).__name__.lower()
-                await self._repair.refused(transition.request_id, kind, status, turn.now_s)
         unfoldable = {request_id: status for request_id, status in lost.items() if request_id not in refused}
         await self._repair.unfoldable(unfoldable, turn.now_s)
         refused.update(unfoldable)
@@ -473,6 +464,18 @@ class Loop:
         for request_id in refused:
             if (live := self.clients.live.get(request_id)) is not None:
                 live.settling = False
+
+    async def _apply(
+        self, turn: Turn, transitions: Sequence[Transition], statuses: Sequence[TransitionStatus]
+    ) -> None:
+        """Apply transitions that the record has taken, and repair requests of which it refused one."""
+        for transition, status in zip(transitions, statuses, strict=True):
+            if status in _WRITTEN:
+                self._working_copy.recorded(transition, turn.now_s)
+            elif transition.request_id not in turn.refused:
+                turn.refused.add(transition.request_id)
+                kind = type(transition).__name__.lower()
+                await self._repair.refused(transition.request_id, kind, status, turn.now_s)
 
     def _carry_out(self, turn: Turn) -> None:
         """Carry out what the record need not have, or has by now."""
@@ -503,15 +506,15 @@ class Loop:
         self.clients.answer_cancelled(turn)
 
     async def _record(
-        self, commands: Sequence[Transition]
+        self, decided: Sequence[Transition], taken: Sequence[Commit]
     ) -> tuple[list[TransitionStatus], dict[str, TransitionStatus]]:
-        """Write the commands, and retry: while the record is away nothing is shown and nothing is decided.
-        Return the answers, and requests that the record was found to have lost.
+        """Write both, and retry: while the record is away nothing is shown and nothing is decided. Return the
+        answers, and requests that the record was found to have lost.
 
         Sending the same again is safe: the record answers ALREADY for what it has. Raises Fenced.
         """
         began_s = time.perf_counter()
-        batch, answers = self._batch_of(commands)
+        batch, answers = self._batch_of(decided, taken)
         await until_answered(self.outage, batch.execute, fenced=self._repair.confirm_lead)
         if self.outage.stuck:
             self.roster.excuse(self.clock())
@@ -520,9 +523,9 @@ class Loop:
         return [status for answer in answers for status in answer.result()], batch.unfoldable
 
     def _batch_of(
-        self, commands: Sequence[Transition]
+        self, decided: Sequence[Transition], taken: Sequence[Commit]
     ) -> tuple[Batch, list[Pending[list[TransitionStatus]]]]:
-        """Return the commands as one batch, a run of one kind together, and its answers."""
+        """Return both as one batch, a run of one kind together, and its answers."""
         batch = self.store.batch()
         queue: dict[type[Transition], Callable[..., Pending[list[TransitionStatus]]]] = {
             Commit: batch.commit,
@@ -530,7 +533,10 @@ class Loop:
             Release: batch.release,
             Lease: batch.lease,
         }
-        return batch, [queue[kind](list(run)) for kind, run in itertools.groupby(commands, type)]
+        answers = [queue[kind](list(run)) for kind, run in itertools.groupby(decided, type)]
+        if taken:
+            answers.append(batch.commit(taken))
+        return batch, answers
 
     def _specify(self, session: WorkerSession, live: Live, lease_epoch: int, now_s: float) -> None:
         leased = live.leased(lease_epoch, now_s=now_s, incarnation=self.store.incarnation or "")

@@ -148,7 +148,7 @@ class Repair:
             if stored.end is not None:
                 self._working_copy.ended(live, _as_ended(stored), now_s)
                 return
-            self._clients.mark_dirty(live)
+            live.mark_dirty()
         if stored is None or len(stored.committed_ids) < len(live.committed):
             # No other process could have ended it or removed tokens: the record has lost them.
             if await self._restore(live.to_record()):
@@ -192,7 +192,7 @@ class Repair:
         if await self._restore(further):
             live.append(0, shown, turn.now_s)
             live.lease(further.lease_epoch, None, turn.now_s)
-            self._clients.mark_dirty(live)
+            live.mark_dirty()
             turn.events.append(recovered(live))
 
     async def _read(self, request_id: str) -> StoredRequest | None:

@@ -26,13 +26,9 @@ class WorkingCopy:
             return
         match command:
             case Commit():
-                if command.standing.rounds >= live.standing.rounds:
-                    live.standing = command.standing
-                live.append(command.position, command.tokens, now_s)
+                live.recorded(command, now_s)
                 if command.end is not None:
                     self.ended(live, command, now_s)
-                else:
-                    self._clients.mark_dirty(live)
             case Finish():
                 live.standing = command.standing
                 self.ended(live, _as_commit(command, live), now_s)

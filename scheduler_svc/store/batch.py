@@ -321,24 +321,14 @@ class _Encoder:
         does not expect, as script calls.
         """
         others: list[int] = []
-        for index, commit in enumerate(work.entries):
-            sequence = self._plan.continues(commit)
-            if sequence is None:
-                expected = self._plan.expects(commit)
-                if expected is None:
-                    others.append(index)
-                    continue
-                if not expected:
-                    self._encoded.known.append((work, index, TransitionStatus.STALE))
-                    continue
-                sequence = self._plan.append(commit)
-                if sequence is None:
-                    self._encoded.known.append((work, index, TransitionStatus.ALREADY))
-                    continue
-            self._rows.append(
-                pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
-            )
-            self._logged.append((work, index))
+        index = 0
+        while True:
+            first, index = index, self._plan.continues(work.entries, index, self._rows)
+            self._logged += [(work, logged) for logged in range(first, index)]
+            if index == len(work.entries):
+                break
+            self._commit_other(work, index, others)
+            index += 1
         tails = self._tails_of_ends([work.entries[index] for index in others])
         self._fold(
             request_id for index in others if (request_id := work.entries[index].request_id) not in tails
@@ -380,6 +370,27 @@ class _Encoder:
                         "" if first_ms is None else first_ms,
                     )
             self._send(scripts.COMMIT, keys, arguments, work, some)
+
+    def _commit_other(self, work: _Work, index: int, others: list[int]) -> None:
+        """Plan progress that may not continue its request in the log: add it to `others` where the record has to
+        decide about it.
+        """
+        commit = work.entries[index]
+        expected = self._plan.expects(commit)
+        if expected is None:
+            others.append(index)
+            return
+        if not expected:
+            self._encoded.known.append((work, index, TransitionStatus.STALE))
+            return
+        sequence = self._plan.append(commit)
+        if sequence is None:
+            self._encoded.known.append((work, index, TransitionStatus.ALREADY))
+            return
+        self._rows.append(
+            pack_row(commit.request_id, sequence, commit.position, commit.tokens, commit.standing)
+        )
+        self._logged.append((work, index))
 
     def _tails_of_ends(self, commits: Sequence[Commit]) -> dict[str, Logged]:
         """Return what only the log holds of the requests that end, where the end follows it and nothing else

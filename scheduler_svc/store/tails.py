@@ -8,12 +8,13 @@ which becomes the copy when the record has answered.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_svc.core.commands import Commit, Lease, Standing
 from scheduler_svc.store.codec import recordable
-from scheduler_svc.store.log import Log, Row, continued
+from scheduler_svc.store.log import Log, Row, continued, pack_row
 from scheduler_svc.store.records import StoredRequest, standing_at_arrival
 
 
@@ -184,10 +185,8 @@ class Plan:
         self._now_ms = now_ms
         self._planned: dict[str, _Planned] = {}
         self._ended: set[str] = set()
-        self._continued: list[tuple[Tail, Commit]] = []
-        """Progress of requests to which nothing else happens in the batch, which is most of it."""
-        self._reached: dict[str, int] = {}
-        """Tokens of these requests after it."""
+        self._continued: dict[str, tuple[Tail, list[Commit]]] = {}
+        """Progress of requests to which nothing else happens in the batch, which is most of it; by request."""
 
     def of(self, request_id: str) -> _Planned | None:
         """Return the planned state of an unfinished request; None for one that is unknown or ends here."""
@@ -205,36 +204,36 @@ class Plan:
                 tail.first_ms,
                 certain=not (tail.doubted or self._tails.ahead),
             )
-            if request_id in self._reached:
-                self._plan_continued(request_id, planned)
+            if request_id in self._continued:  # something else happens to it too
+                for commit in self._continued.pop(request_id)[1]:
+                    self._add(planned, commit)
         return planned
 
-    def _plan_continued(self, request_id: str, planned: _Planned) -> None:
-        """Plan what `continues` has taken of a request: something else happens to it too."""
-        del self._reached[request_id]
-        others: list[tuple[Tail, Commit]] = []
-        for tail, commit in self._continued:
-            if tail is planned.tail:
-                self._add(planned, commit)
-            else:
-                others.append((tail, commit))
-        self._continued = others
-
-    def continues(self, commit: Commit) -> int | None:
-        """Plan a row for progress that continues a request to which nothing else has happened in the batch.
-        Return the request's sequence number; None: nothing is planned, and `expects` decides.
+    def continues(self, commits: Sequence[Commit], first: int, rows: list[bytes]) -> int:
+        """Plan a row for each commit from `first` on, as long as it continues a request to which nothing else has
+        happened in the batch; add the rows to `rows`. Return where it stopped: about that commit `expects` decides.
         """
-        request_id, tails = commit.request_id, self._tails
-        tail = tails.by_id.get(request_id)
-        if tail is None or tail.lease_epoch != commit.lease_epoch or tail.doubted or tails.ahead:
-            return None
-        if commit.end is not None or not commit.tokens or request_id in self._planned:
-            return None
-        if commit.position != self._reached.get(request_id, tail.committed):
-            return None
-        self._reached[request_id] = commit.position + len(commit.tokens)
-        self._continued.append((tail, commit))
-        return tail.sequence
+        by_id, planned, continued = self._tails.by_id, self._planned, self._continued
+        if self._tails.ahead:
+            return first
+        for at in range(first, len(commits)):
+            commit = commits[at]
+            request_id, position, tokens = commit.request_id, commit.position, commit.tokens
+            tail = by_id.get(request_id)
+            if tail is None or tail.lease_epoch != commit.lease_epoch or tail.doubted:
+                return at
+            if commit.end is not None or not tokens or request_id in planned:
+                return at
+            before = continued.get(request_id)
+            last = None if before is None else before[1][-1]
+            if position != (tail.committed if last is None else last.position + len(last.tokens)):
+                return at
+            rows.append(pack_row(request_id, tail.sequence, position, tokens, commit.standing))
+            if before is None:
+                continued[request_id] = (tail, [commit])
+            else:
+                before[1].append(commit)
+        return len(commits)
 
     def expects(self, commit: Commit) -> bool | None:
         """Return whether the copy alone shows what the record would answer to progress: True, it takes it;
@@ -344,14 +343,15 @@ class Plan:
             tails.newest, tails.has_entries = f"{entry}-0", True
             tails.written_bytes += entry_bytes
         here = Unfolded(entry, self._now_ms, tails.written_bytes)
-        for tail, commit in self._continued:
-            tail.committed += len(commit.tokens)
-            tail.tokens.extend(commit.tokens)
-            tail.standing = commit.standing
-            if commit.position == 0:
-                tail.first_ms = self._now_ms
-            if commit.request_id not in tails.unfolded:
-                tails.unfolded[commit.request_id] = here
+        for request_id, (tail, commits) in self._continued.items():
+            for commit in commits:
+                tail.committed += len(commit.tokens)
+                tail.tokens.extend(commit.tokens)
+                tail.standing = commit.standing
+                if commit.position == 0:
+                    tail.first_ms = self._now_ms
+            if request_id not in tails.unfolded:
+                tails.unfolded[request_id] = here
         for request_id, planned in self._planned.items():
             if request_id in self._ended:
                 continue

@@ -243,14 +243,14 @@ MISTAKES = (
     Mistake(
         "progress that continues a request is not kept for its fold",
         "tails.py",
-        "            tail.tokens.extend(commit.tokens)\n",
+        "                tail.tokens.extend(commit.tokens)\n",
         "",
     ),
     Mistake(
         "what else happens to a request forgets its progress in the batch",
         "tails.py",
-        "            if request_id in self._reached:\n                self._plan_continued(request_id, planned)\n",
-        "",
+        "                    self._add(planned, commit)\n        return planned\n",
+        "                    pass\n        return planned\n",
     ),
     Mistake("a refused fold counts", "batch.py", "plan.unexpected(place)", "pass"),
     Mistake("an answer counts twice", "batch.py", "if not encoded.answered:\n", "if True:\n"),
