@@ -76,9 +76,30 @@ class TestSentAgain:
 
     @pytest.mark.parametrize(("index_s", "again"), [(2.0, False), (10.0, False), (10.5, True)])
     def test_one_that_runs_counts_only_where_it_became_longer(self, index_s: float, again: bool) -> None:
-        where, runs, _ = self.pair(key(8.0), key(12.0))
+        where, runs, _ = self.pair(key(8.0), key(9.0))
         runs.set_rank(key(index_s))
+        where.reorder()
         assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize(
+        ("index_s", "rank_class", "again"),
+        [(11.0, 0, False), (12.5, 0, False), (13.5, 0, True), (11.0, 1, True)],
+    )
+    def test_and_where_it_now_comes_after_one_that_waits(
+        self, index_s: float, rank_class: int, again: bool
+    ) -> None:
+        where, runs, _ = self.pair(key(8.0), key(12.0, 1.0))
+        runs.set_rank(key(index_s, rank_class=rank_class))
+        where.reorder()
+        assert (sent(where) is not None) == again
+
+    def test_or_where_kv_is_short_since_the_worst_of_those_that_run_may_not_fit(self) -> None:
+        where, runs, _ = self.pair(key(8.0), key(12.0))
+        runs.set_rank(key(11.0))
+        where.reorder()
+        assert sent(where) is None
+        where.free_target_blocks = 29  # of 100
+        assert sent(where) is not None
 
     @pytest.mark.parametrize(
         ("rank_class", "runs", "again"),

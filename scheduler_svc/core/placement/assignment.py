@@ -4,10 +4,15 @@ passes.
 
 from __future__ import annotations
 
+from typing import Final
+
 from scheduler_svc.core.commands import Assign, AssignEntry
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.worker import Worker
+
+NO_RIVAL: Final = (-(2**62), 0.0)
+"""Class and cost that every member is behind."""
 
 
 def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
@@ -65,11 +70,23 @@ def _differs(worker: Worker, tolerance: float) -> bool:
         return True
     if len(members) <= worker.slots and len(worker.running) == len(members):
         return False
+    rival = _rival(worker)
     for request in members.values():
         sent = request.sent
-        if sent is not request.entry and sent is not None and _moved(request, worker, sent, tolerance):
+        if sent is not request.entry and sent is not None and _moved(request, worker, sent, rival, tolerance):
             return True
     return False
+
+
+def _rival(worker: Worker) -> tuple[int, float]:
+    """Return class and cost of the best member that waits: only a running one behind these can lose its slot
+    (`choose` displaces by them and a hysteresis). Where KV is short, the order of those that run decides too.
+    """
+    if not worker.is_short_of_blocks:
+        for request in worker.in_order:
+            if not request.running:
+                return request.order_key[0], request.order_key[1]
+    return NO_RIVAL
 
 
 def _brings_news(worker: Worker) -> bool:
@@ -94,13 +111,17 @@ def _brings_news(worker: Worker) -> bool:
     return False
 
 
-def _moved(request: Request, worker: Worker, sent: AssignEntry, tolerance: float) -> bool:
+def _moved(
+    request: Request, worker: Worker, sent: AssignEntry, rival: tuple[int, float], tolerance: float
+) -> bool:
     # Compared before the entry is built: most ranks move in every round, and few move so far.
     if sent.reserved != _is_preferred(request, worker) or sent.pinned != _is_pinned(request):
         return True
     rank, rank_class = request.rank, request.order_key[0]
     if request.running:
-        # A running request whose rank got better since it was sent keeps its place all the same.
-        return rank_class > sent.rank_class or rank.index_s > sent.index_s * (1 + tolerance)
+        # A running request whose rank got better since it was sent keeps its place all the same, and so does one
+        # that none of those that wait can displace.
+        worse = rank_class > sent.rank_class or rank.index_s > sent.index_s * (1 + tolerance)
+        return worse and (rank_class, rank.index_s) > rival
     before, after = sent.index_s + sent.resume_cost_s, rank.index_s + rank.resume_cost_s
     return rank_class != sent.rank_class or abs(after - before) > tolerance * before
