@@ -30,7 +30,7 @@ MAX_ANSWERS = 10_000
 """Answers to a gateway, or drops for a worker, that may wait to be sent; with more, the peer is no longer
 read: a peer that sends requests and does not read the answers costs no more memory than this.
 """
-ACKNOWLEDGE_WITHIN_S = 0.02
+ACKNOWLEDGE_WITHIN_S = 0.1
 """Seconds that an acknowledgement may wait for another message to travel with. A worker needs it only for its
 bound of unacknowledged tokens, and each message costs the worker interpreter time that its engine needs.
 """
