@@ -120,7 +120,7 @@ def with_spec(pool: dict[str, Any], **spec: Any) -> dict[str, Any]:
 def path_of(made: dict[str, Any], namespace: str) -> str:
     """Return the path of such an object at the API server."""
     version, kind = made["apiVersion"], made["kind"].lower()
-    plural = {"networkpolicy": "networkpolicies"}.get(kind, f"{kind}s")
+    plural = {"networkpolicy": "networkpolicies", "ingress": "ingresses"}.get(kind, f"{kind}s")
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
     return f"{root}/namespaces/{namespace}/{plural}/{made['metadata']['name']}"
 
@@ -177,7 +177,7 @@ async def test_the_api_server_takes_a_pool_as_the_chart_writes_it(
         (template(spec={"containers": [{"name": "worker"}, {"name": "worker"}]}), "containers[1]"),
         (template(metadata={"labels": {objects.POOL_LABEL: "other"}}), "the operator sets the label"),
         (template(spec={"containers": [{"name": "worker", "env": {"A": "b"}}]}), "containers[0].env"),
-        (template(metadata={"labels": None}), "spec.template.metadata.labels"),
+        (template(metadata={"labels": ["a"]}), "spec.template.metadata.labels"),
         (
             template(spec={"containers": [{"name": "worker"}], "terminationGracePeriodSeconds": "30"}),
             "spec.template.spec.terminationGracePeriodSeconds",
@@ -188,6 +188,15 @@ async def test_a_pool_that_makes_no_sense_is_refused_by_name(
     cluster: Cluster, pool: dict[str, Any], spec: dict[str, Any], said: str
 ) -> None:
     assert said in await refusal(cluster.create_pool(with_spec(pool, **spec)))
+
+
+async def test_a_field_that_is_null_counts_as_left_out(cluster: Cluster, pool: dict[str, Any]) -> None:
+    odd = with_spec(pool, replicas=None, **template(metadata={"labels": None}))
+
+    created = await cluster.create_pool(odd, dry_run="All")
+
+    assert created["spec"]["replicas"] == 1
+    assert created["spec"]["template"]["metadata"] == {}
 
 
 async def test_a_name_that_is_no_value_of_a_label_is_refused(cluster: Cluster, pool: dict[str, Any]) -> None:
@@ -748,8 +757,10 @@ async def test_it_may_die_before_any_write_and_the_end_is_the_same(
 
 # -- the chart --------------------------------------------------------------------------------------------------------------
 
-ELSEWHERE = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject"}
-"""Kinds of operators that the API server does not have."""
+ELSEWHERE = {
+    "Certificate", "GRPCRoute", "HTTPRoute", "InferencePool", "PodMonitor", "PrometheusRule", "ScaledObject",
+}  # fmt: skip
+"""Kinds of other projects, which the API server does not have."""
 
 
 @pytest.mark.parametrize("name", MATRIX)
