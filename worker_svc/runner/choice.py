@@ -89,21 +89,21 @@ class Chooser:
         """Return the entries of the assignment that can run now."""
         candidates = []
         running = set(self._requests.running)
-        by_id, status, most = self._requests.by_id, self._engine.status, self._requests.max_tokens
-        beyond, nowhere = self._capacity.lookahead + 1 - self._growth, Residency.NONE
+        by_id, at_bound, status = self._requests.by_id, self._requests.at_bound, self._engine.status
+        beyond = self._capacity.lookahead + 1 - self._growth
         for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self.assignment:
             held = by_id.get(request_id)
             if held is None or held.ended or held.lease_epoch != lease_epoch:
                 continue
             prompt, emitted = len(held.spec.prompt_ids), len(held.output)
-            if emitted - held.acknowledged >= most:
-                continue  # `at_bound`, which is not called for each entry of a long list
+            if at_bound(held):
+                continue
             runs = request_id in running
-            if runs or held.residency is not nowhere:
+            if runs or held.residency is not Residency.NONE:
                 residency, tokens, target_blocks, draft_blocks = status(request_id)
             else:
                 # KV comes from rounds only. Most of a long list waits, and the engine need not be called for it.
-                residency, tokens, target_blocks, draft_blocks = nowhere, prompt + emitted, 0, 0
+                residency, tokens, target_blocks, draft_blocks = Residency.NONE, prompt + emitted, 0, 0
             # No round goes beyond max_tokens, so near its end a request needs less room than a whole draft.
             longest = prompt + held.spec.max_tokens + beyond
             if tokens > longest:

@@ -69,8 +69,7 @@ class HeldRequests:
         self.settled = False
         """True while nothing but the lengths of the running requests has changed since the last choice."""
         self._engine = engine
-        self.max_tokens = max_unacknowledged_tokens
-        """Tokens of a request that wait for their acknowledgement at which it pauses."""
+        self._max_tokens = max_unacknowledged_tokens
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._number = 0
         # Contents of the next report besides its round.
@@ -89,7 +88,7 @@ class HeldRequests:
 
     def at_bound(self, held: Held) -> bool:
         """Return whether the request pauses until a leader acknowledges some of its tokens."""
-        return len(held.output) - held.acknowledged >= self.max_tokens
+        return len(held.output) - held.acknowledged >= self._max_tokens
 
     def lacks(self, entry: Listed) -> bool:
         """Return whether the specification under the lease of this entry is missing."""
