@@ -52,7 +52,7 @@ class StreamEvent(Enum):
     MISSING = auto()
     """The scheduler does not know the request, and only another process can submit it again."""
     MISSING_YET = auto()
-    """As MISSING, and another process may still submit it."""
+    """The same as MISSING, but another process may still submit the request."""
     GIVEN_UP = auto()
     """No other process submitted the request in time."""
     OVERFLOWED = auto()
@@ -76,7 +76,7 @@ class StreamAction(Enum):
     RETRY = auto()
     """Send the same message again after a pause."""
     AWAIT = auto()
-    """As RETRY, until it took too long: GIVEN_UP."""
+    """Do the same as for RETRY, until it has taken too long; then the state is GIVEN_UP."""
     FAIL = auto()
     """Keep the error."""
 

@@ -283,7 +283,7 @@ class PromptLengths:
     def _decode(self, encoded: str) -> None:
         """Set all weights. Raises ValueError where they are damaged."""
         try:
-            # Bounded, because a few bytes can stand for gigabytes.
+            # Bounded, because a few bytes can decompress to gigabytes.
             raw = zlib.decompressobj().decompress(base64.b64decode(encoded), 3 * FEATURES + 1)
         except zlib.error as error:
             raise ValueError(f"weights are damaged: {error}") from error
