@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from worker_svc.engine.cpu import kernels
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.load import load_engine
 from worker_svc.engine.options import LoadOptions
@@ -61,6 +62,11 @@ def write_draft_of(target: Path, directory: Path, *, noise: float, seed: int) ->
             weight.add_(torch.randn(weight.shape, generator=generator) * weight.std() * noise)
     model.save_pretrained(directory)
     return directory
+
+
+def bfloat16_by_kernels() -> bool:
+    """Return True if the kernels multiply in bfloat16 here: on CPUs with AMX it is left to torch."""
+    return kernels.multiply(torch.empty(kernels.GRAIN, kernels.GRAIN, dtype=torch.bfloat16))
 
 
 def load_pair(target: Path, draft: Path | None = None, **options: Any) -> SpeculativeEngine:
