@@ -145,6 +145,7 @@ class Live:
             and progress.end is None
             and bool(progress.tokens)
             and not self.settling
+            and self.taken + len(progress.tokens) <= self.facts.max_tokens
         )
 
     def take(self, progress: Progress, service_s: float) -> Commit:

@@ -212,7 +212,7 @@ class TestWhoIsSuspected:
 
     def test_of_many_lost_workers_the_oldest_are_forgotten(self) -> None:
         shard = Shard()
-        shard.arrive(request("a"))
+        shard.arrive(request("a", max_tokens=3_000))
         for number in range(MOST_LOST + 1):
             shard.up(f"w{number}")
             for _ in range(SURVIVED_ROUNDS):

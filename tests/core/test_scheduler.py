@@ -383,6 +383,18 @@ class TestReports:
         assert told is not None
         assert ("requeued", "its worker was ahead of the record") in [(x.what, x.detail) for x in told.story]
 
+    @pytest.mark.parametrize("end", [None, End.STOP])
+    def test_a_worker_that_passes_the_limit_of_the_output_is_cut_there(self, end: End | None) -> None:
+        scheduler = core()
+        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a", max_tokens=10))])
+        scheduler.step(2.0, [report(did("a", 0, 8))])
+        commands = scheduler.step(3.0, [report(did("a", 8, 5, end=end, cut_characters=3))])
+        (commit,) = [command for command in commands if isinstance(command, Commit)]
+        assert (commit.position, commit.tokens, commit.end) == (8, (8, 9), End.LENGTH)
+        assert commit.cut_characters == 0
+        assert Drop("w", (("a", 1),)) in commands
+        assert scheduler.explain("a", 3.0) is None
+
     def test_a_round_that_only_prefilled_is_charged(self) -> None:
         scheduler = core()
         scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])

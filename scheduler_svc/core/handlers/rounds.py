@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from laps_sd.contract.choose import ON_DEVICE, Residency
+from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, StoryLine
 from scheduler_svc.core.events import Progress, RoundReported
 from scheduler_svc.core.handlers.deaths import Deaths
@@ -53,6 +54,8 @@ class Rounds:
                 # The record answers "already", and the report can be acknowledged.
                 ledger.write(_commit(progress, request, progress.position, progress.tokens, ()))
             else:
+                if progress.position + len(progress.tokens) > request.facts.max_tokens:
+                    progress = _cut_at_limit(progress, request, ledger)
                 present.append((progress, request))
         if worker is None:
             return
@@ -242,6 +245,31 @@ def _share_prefill(
         shared.add(progress.prefilled, 0.0, max(0, verified - 1))
         request.record_event(now_s, "prefilled", str(shared))
         request.shared_prefill = None
+
+
+def _cut_at_limit(progress: Progress, request: Request, ledger: Ledger) -> Progress:
+    """Return the progress up to the limit of the output, where the request ends. Its worker has generated more: it
+    did not end the request itself, and is to drop it.
+    """
+    assert request.worker is not None
+    ledger.drop(request.worker, progress.request_id, progress.lease_epoch)
+    return Progress(
+        progress.request_id,
+        progress.lease_epoch,
+        progress.position,
+        progress.tokens[: request.facts.max_tokens - progress.position],
+        progress.drafted,
+        progress.accepted,
+        progress.prefilled,
+        End.LENGTH,
+        0,
+        "",
+        progress.tested_by_position,
+        progress.accepted_by_position,
+        None,
+        progress.merged,
+        cached=progress.cached,
+    )
 
 
 def _is_duplicate(progress: Progress, request: Request) -> bool:

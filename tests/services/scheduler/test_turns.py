@@ -344,6 +344,22 @@ async def test_tokens_after_a_gap_are_dropped_with_the_request(leader: Leader) -
     assert await leader.recorded("r") == ()
 
 
+async def test_tokens_beyond_the_limit_of_the_output_end_the_request_there(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+
+    await leader.turn(worker.reports(worker.progress("r", 0, *range(10, 73))))
+    await leader.turn(worker.reports(worker.progress("r", 63, 73, 74, 75)))
+    await leader.turn(worker.reports(worker.progress("r", 66, 76)))
+    await leader.turn()
+
+    assert leader.tokens["r"] == [*range(10, 74)]
+    assert leader.ends == {"r": gateway_pb.RequestEnd.KIND_LENGTH}
+    assert worker.dropped[0] == "r"
+    assert await leader.recorded("r") == (*range(10, 74),)
+
+
 async def test_tokens_of_another_worker_s_request_are_not_taken(leader: Leader) -> None:
     [holder, other] = leader.workers
     await leader.turn(holder.opens())
