@@ -90,8 +90,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     deterministic: bool | None = field(
         None,
-        help="Make the text independent of batch and preemption, bit for bit; empty: in float32, and in "
-        "bfloat16 where the kernels in C compute all of the target",
+        help="Make the text independent of batch and preemption, bit for bit; empty: on CPUs in float32, and "
+        "in bfloat16 where the kernels in C compute all of the target; GPUs cannot",
     )
     threads: int | None = field(
         None,

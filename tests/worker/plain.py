@@ -105,7 +105,7 @@ class PlainDecoder:
             position = len(text.tokens)
             row = None
             if spec.sampling.temperature > 0:
-                row = self.noise.gumbel([counter.row_key(spec.sampling.seed, position)])[0]
+                row = self.noise.gumbel([counter.row_key(spec.sampling.seed, position)])[0].to(logits.device)
             near = margin(logits, spec.sampling, row)
             token = choose(logits, spec.sampling, position, self.noise)
             text.tokens.append(token)

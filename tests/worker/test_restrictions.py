@@ -109,7 +109,13 @@ def test_the_tokens_are_those_of_plain_decoding(pair: tuple[Path, Path], device:
     specs = specifications()
     decoder = PlainDecoder(str(pair[0]), device)
     engine = load_pair(
-        *pair, device=device, slots=slots, blocks=120, max_length=64, draft_len=draft_len, deterministic=True
+        *pair,
+        device=device,
+        slots=slots,
+        blocks=120,
+        max_length=64,
+        draft_len=draft_len,
+        deterministic=device == "cpu",
     )
     output, *_ = finish_all(engine, specs, between)
     partings = 0
@@ -134,7 +140,7 @@ def test_a_request_goes_on_from_any_committed_token(
         slots=8,
         max_length=64,
         draft_len=4,
-        deterministic=True,
+        deterministic=device == "cpu",
     )
     specs = specifications()[:6]
     whole, *_ = finish_all(engine, specs)

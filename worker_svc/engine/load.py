@@ -50,6 +50,10 @@ def load_engine(
     if options.drafter in ("lookup", "none"):
         draft_dir = None  # it would not be used
     target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
+    if options.deterministic and device.type != "cpu":
+        raise ModelError(
+            f"deterministic needs a CPU: on {device} the bits of a product depend on the other rows; leave the setting out"
+        )
     if options.deterministic and options.dtype == "float16":
         raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
     if draft_path is not None:

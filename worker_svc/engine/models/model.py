@@ -88,8 +88,8 @@ class PackedModel:
     def __init__(self, model: Any, *, role: str, max_length: int, deterministic: bool | None) -> None:
         """Take a model over.
 
-        `deterministic`: make a row's numbers independent of other rows; None: in float32, and in bfloat16
-        where `kernels` can compute all.
+        `deterministic`: make a row's numbers independent of other rows, on a CPU; None: in float32, and in
+        bfloat16 where `kernels` can compute all.
         """
         self.model = model.eval()
         self.role = role
@@ -107,7 +107,7 @@ class PackedModel:
             self.device, self.dtype, self.shape.head_size
         )
         if deterministic is None:
-            deterministic = self.dtype == torch.float32 or (
+            deterministic = (self.device.type == "cpu" and self.dtype == torch.float32) or (
                 self.dtype == torch.bfloat16
                 and self.by_kernels
                 and LeanModel.serves(model)
