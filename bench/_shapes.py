@@ -55,6 +55,11 @@ PAIRS: dict[str, tuple[Shape, Shape]] = {
         Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_size=16, inner=128, vocab=256),
         Shape(layers=1, hidden=32, heads=2, kv_heads=1, head_size=16, inner=64, vocab=256),
     ),
+    # Its heads are of a size that other engines take as well.
+    "tiny-64": (
+        Shape(layers=2, hidden=128, heads=2, kv_heads=1, head_size=64, inner=256, vocab=2048),
+        Shape(layers=1, hidden=64, heads=1, kv_heads=1, head_size=64, inner=128, vocab=2048),
+    ),
 }
 
 

@@ -15,6 +15,9 @@ token ids of prompts; without any hint also with that switched off.
   * cost: CPU time of the core and `choose` in a step of 64 requests while 1,000 wait, on vLLM's scheduler with a
     virtual runner; interpreted, and with `--compiled DIR` compiled.
   * clock: one OpenAI server of vLLM for each mode, the same requests in turn.
+  * shape (only if named): on the clock, a model of a real shape with weights at random (`--shape`, Llama 3 8B) in
+    vLLM's engine core, without drafts; bursts and Poisson arrivals, with and without async scheduling. Lengths are
+    recorded (`--lengths`) or drawn, and no scheduler can see them. It is for GPUs, and starts without torch.compile.
 """
 
 from __future__ import annotations
@@ -22,24 +25,30 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench._peers import Peer
-from bench._vllm import decisions, in_steps, on_clock, workers
+from bench._shapes import PAIRS
+from bench._vllm import decisions, in_steps, on_clock, on_shape, workers
 from bench._vllm.decisions import COMPILED, INTERPRETED
 from bench._vllm.goals import goals, verdict
+from bench._vllm.hidden_lengths import drawn_answers, recorded_answers
 from bench._vllm.modes import CLOCK
 from bench._vllm.options import arguments, public
 from bench._vllm.tables import tables
-from bench.report import about, finish
+from bench.report import about, finish, progress
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LENGTH = 512
 BUDGET = 640
+MOST_PROMPT = 1024
+SHAPE_BUDGET = 4096
+"""Tokens of a step with a model of a shape, at most."""
 DRAFT_LEN = 4
 END_TOKEN = 2
 
@@ -57,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "max_length": MAX_LENGTH,
         "budget": BUDGET,
         "draft_len": DRAFT_LEN,
+        "dtype": options.dtype,
+        "eager": options.eager,
         "threads": 1,
     }
     described: dict[str, Any] = {
@@ -67,12 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "draft_len": DRAFT_LEN,
         "tokens": options.tokens,
         "load": options.load,
-        "dtype": "float32",
     }
     rows = []
     partial = options.json and options.json.with_suffix(".partial")
-    with tempfile.TemporaryDirectory(prefix="laps-sd-vllm-") as name:
-        for row in _measured(options, setup, Path(name), described):
+    with ExitStack() as stack:
+        folder = options.logs
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="laps-sd-vllm-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        for row in _measured(options, setup, folder.absolute(), described):
             rows.append(row)
             if partial is not None:
                 # What was measured so far survives an end in the middle.
@@ -82,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         partial.unlink(missing_ok=True)
     tables(rows)
     met, summary = verdict(goals(rows))
+    if rows and set(options.parts) == {"shape"}:
+        met, summary = True, f"{len(rows)} runs; no goal is for them"
     return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
 
 
@@ -89,15 +105,17 @@ def _measured(
     options: Any, setup: dict[str, Any], folder: Path, described: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts."""
+    if "shape" in options.parts:
+        yield from _on_shape(options, folder, described)
     if "steps" in options.parts:
         with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
-            described["vllm"] = peer.ready()
+            described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
             seeds = range(1, options.seeds + 1)
             in_steps.learn(peer, options.counts, seeds, folder)
             yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
     if "speed" in options.parts:
         with _driver(options.vllm, setup, folder, "speed", (options.compiled or ROOT).resolve()) as peer:
-            described["vllm"] = peer.ready()
+            described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
             yield from decisions.speeds(peer, options.turns, folder)
     with ExitStack() as stack:
         if "cost" in options.parts:
@@ -115,7 +133,7 @@ def _measured(
             for mode, sampling in workers.SAMPLING.items():
                 more = {"kind": "worker", "sampling": sampling}
                 peers[mode] = stack.enter_context(_driver(options.vllm, setup | more, folder, sampling, ROOT))
-                described["vllm"] = peers[mode].ready()
+                described |= {"vllm": peers[mode].ready(), "pair_on": peers[mode].ask({"task": "about"})}
             yield from workers.workers(peers, options.turns)
     with ExitStack() as stack:
         if "clock" in options.parts:
@@ -125,6 +143,50 @@ def _measured(
             ]
             seeds = range(101, 101 + options.clock_seeds)
             yield from on_clock.measure(servers, options.clock_count, seeds, options.load, setup)
+
+
+def _on_shape(options: Any, folder: Path, described: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    began_s = time.monotonic()
+    vocab = PAIRS[options.shape][0].vocab
+    if options.lengths is not None:
+        answers = recorded_answers(options.lengths, vocab=vocab, most_prompt=MOST_PROMPT)
+    else:
+        answers = drawn_answers(vocab=vocab, most_prompt=MOST_PROMPT)
+    setup = {
+        "kind": "shape",
+        "folder": str(folder),
+        "shape": options.shape,
+        "slots": options.shape_slots,
+        "residents": options.shape_residents,
+        "tokens": options.shape_tokens,
+        "max_length": MOST_PROMPT + options.shape_tokens,
+        "budget": max(SHAPE_BUDGET, options.shape_residents),
+        "little_memory": False,
+        "dtype": options.dtype,
+        "eager": options.eager,
+        "threads": 1,
+    }
+    with _driver(options.vllm, setup, folder, "shape", (options.compiled or ROOT).resolve()) as peer:
+        version = peer.ready()
+        ready_s, on = time.monotonic() - began_s, peer.ask({"task": "about"})
+        described |= {
+            "vllm": version,
+            "shape": {name: setup[name] for name in ("shape", "slots", "residents", "tokens", "max_length", "budget")}
+            | {"lengths": "drawn" if options.lengths is None else "recorded", "ready_s": round(ready_s, 1)}
+            | on,
+        }  # fmt: skip
+        progress(f"vLLM {version} is ready after {ready_s:.0f} s: {json.dumps(described['shape'])}")
+        plan = on_shape.Plan(
+            count=options.shape_count,
+            seeds=range(options.shape_first_seed, options.shape_first_seed + options.shape_seeds),
+            tokens=options.shape_tokens,
+            load=options.load,
+            slots=options.shape_slots,
+            until_s=began_s + options.shape_seconds,
+        )
+        wanted = {"on": (True,), "off": (False,), "both": (True, False)}[options.shape_async]
+        ahead = [how for how in wanted if on["async"] or not how]
+        yield from on_shape.measure(peer, answers, plan, ahead, folder)
 
 
 def _driver(python: str, setup: dict[str, Any], folder: Path, name: str, tree: Path) -> Peer:

@@ -53,6 +53,7 @@ def speeds(peer: Peer, turns: int, folder: Path) -> Iterator[dict[str, Any]]:
                 "full_steps": found["full_steps"],
                 "full_tokens": found["full_tokens"],
                 "full_cpu_s": round(found["full_cpu_s"], 4),
+                "full_s": round(found["full_s"], 4),
                 "full_speed": round(speed, 1),
                 "scheduler_share": round(share, 5),
                 "full_speed_by_parts": found["full_tokens"] / found["full_steps"] * (1 - share),

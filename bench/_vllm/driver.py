@@ -20,8 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench._vllm.in_core import core_request, digest
+from bench._vllm.in_core import (
+    LITTLE_MEMORY,
+    about_core,
+    core_request,
+    digest,
+    dtype_of,
+    parts_of,
+    scheduler_for,
+)
 from bench._vllm.replay import Recorded, ReplayExecutor
+from bench._vllm.shape_driver import ShapeRuns
 from bench._vllm.worker_driver import WorkerRuns
 
 STEP_S = 0.020
@@ -41,7 +50,7 @@ class Engine:
         self._config = EngineArgs(
             model=setup["target"],
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype=dtype_of(setup["dtype"]),
             max_model_len=setup["max_length"],
             max_num_seqs=self._residents,
             max_num_active_seqs=self._slots,
@@ -54,24 +63,22 @@ class Engine:
                 "model": setup["draft"],
                 "num_speculative_tokens": setup["draft_len"],
             },
+            enforce_eager=setup["eager"],
+            **LITTLE_MEMORY,
         ).create_engine_config()
         self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
-        first: Any = self._core.scheduler
         self._executor = self._core.model_executor
         self._recorded: list[Recorded] = []
         self._draft_len = setup["draft_len"]
-        self._parts = {
-            "kv_cache_config": first.kv_cache_config,
-            "structured_output_manager": self._core.structured_output_manager,
-            "block_size": first.block_size,
-            "hash_block_size": first.kv_cache_manager.coordinator.hash_block_size
-            if hasattr(first.kv_cache_manager.coordinator, "hash_block_size")
-            else first.block_size,
-        }
+        self._parts = parts_of(self._core)
         self._runs = 0
         self._now_s = 0.0
         self._scheduler_s = 0.0
         """CPU time of the scheduler in the present step."""
+
+    def about(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return on what it runs, and how."""
+        return about_core(self._core)
 
     def burst(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run requests that arrive at given steps, under one scheduler. With `replay`, the model does not run:
@@ -89,13 +96,13 @@ class Engine:
         texts: list[list[int]] = [[] for _ in requests]
         traces: list[list[int]] = [[] for _ in requests]
         steps = at = full_steps = full_tokens = 0
-        full_cpu_s, full_scheduler_s, unfinished = 0.0, 0.0, 0
+        full_cpu_s, full_s, full_scheduler_s, unfinished = 0.0, 0.0, 0.0, 0
         while at < len(requests) or scheduler.has_requests():
             while at < len(requests) and arrivals[at] <= steps:
                 self._add(scheduler, at, requests[at])
                 at, unfinished = at + 1, unfinished + 1
             full = unfinished >= 2 * self._slots
-            began_s, self._scheduler_s = time.process_time(), 0.0
+            began_s, began_cpu_s, self._scheduler_s = time.perf_counter(), time.process_time(), 0.0
             tokens = 0
             outputs, executed = self._core.step()
             self._core.post_step(executed)
@@ -111,7 +118,8 @@ class Engine:
                         ends[number] = steps
                         unfinished -= 1
             if full:
-                full_cpu_s += time.process_time() - began_s
+                full_cpu_s += time.process_time() - began_cpu_s
+                full_s += time.perf_counter() - began_s
                 full_scheduler_s += self._scheduler_s
                 full_steps, full_tokens = full_steps + 1, full_tokens + tokens
         if not asked["replay"]:
@@ -133,27 +141,23 @@ class Engine:
             "full_steps": full_steps,
             "full_tokens": full_tokens,
             "full_cpu_s": full_cpu_s,
+            "full_s": full_s,
             "full_scheduler_s": full_scheduler_s,
             "pauses": worker.paused if worker else 0,
             "evictions": getattr(scheduler, "evictions", 0),
         }
 
     def _scheduler(self, asked: dict[str, Any]) -> Any:
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        from laps_vllm.scheduler import Laps, LapsScheduler
+        from laps_vllm.scheduler import Laps
 
         Laps.clock = staticmethod(lambda: self._now_s)
-        for name, value in asked.get("environment", {}).items():
-            os.environ[name] = value
-        scheduling = self._config.scheduler_config
-        ours = asked["scheduler"] == "laps"
-        scheduling.policy = "priority" if asked["scheduler"] == "priority" else "fcfs"
-        scheduling.max_num_seqs = self._residents if ours else self._slots
-        make: Any = LapsScheduler if ours else Scheduler
-        scheduler = make(vllm_config=self._config, log_stats=False, **self._parts)
-        for name in asked.get("environment", {}):
-            del os.environ[name]
+        scheduler = scheduler_for(
+            self._parts,
+            kind=asked["scheduler"],
+            slots=self._slots,
+            residents=self._residents,
+            environment=asked.get("environment", {}),
+        )
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def and_compute(*args: Any, **kwargs: Any) -> Any:
@@ -261,6 +265,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "engine": Engine,
     "decisions": Decisions,
     "worker": WorkerRuns,
+    "shape": ShapeRuns,
 }
 
 

@@ -33,7 +33,9 @@ def ratio(rows: Sequence[Mapping[str, Any]], mode: str, of: str, figure: str) ->
 def compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row of ratios for each setting, all bursts together, and mode, by how it was measured."""
     found = []
-    for measured in dict.fromkeys(row["measured"] for row in rows if "p99" in row):
+    for measured in dict.fromkeys(
+        row["measured"] for row in rows if "p99" in row and row["measured"] != "smoke"
+    ):
         of_kind = [row for row in rows if row["measured"] == measured]
         settings = list(dict.fromkeys(row["setting"] for row in of_kind))
         for setting in (BURSTS, *settings):

@@ -33,7 +33,7 @@ class Goal:
 def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
     """Return all goals that these rows can judge, each by the unfavourable end of its interval."""
     found = []
-    for row in compared(rows):
+    for row in compared([row for row in rows if row["measured"] != "shape"]):
         at = f"{row['compared']}, {row['setting']}"
         bounds: list[tuple[str, str, float]] = []
         if row["setting"] == BURSTS:

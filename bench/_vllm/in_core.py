@@ -1,12 +1,96 @@
-"""What the drivers share: requests for vLLM's engine core, outcomes of its model runner, names of texts."""
+"""What the drivers share: an engine core's parts, schedulers for it, requests, outcomes of its model runner."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+LITTLE_MEMORY_BYTES = 2**30
+"""KV of a small model; vLLM would take nearly all the memory of a device, and several engines share one."""
+LITTLE_MEMORY_SHARE = 0.1
+"""Share of a device's memory that vLLM must find free for it."""
+LITTLE_MEMORY = {
+    "kv_cache_memory_bytes": LITTLE_MEMORY_BYTES,
+    "gpu_memory_utilization": LITTLE_MEMORY_SHARE,
+}
+
+
+def on_cpu() -> bool:
+    """Return whether this vLLM runs on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def dtype_of(wanted: str) -> str:
+    """Return the dtype of weights; auto is float32 on a CPU and bfloat16 elsewhere."""
+    if wanted != "auto":
+        return wanted
+    return "float32" if on_cpu() else "bfloat16"
+
+
+def about_core(core: Any) -> dict[str, Any]:
+    """Return in words what a loaded engine core runs on, and how."""
+    from vllm.platforms import current_platform
+
+    config = core.vllm_config
+    compilation = config.compilation_config
+    return {
+        "device": "CPU" if on_cpu() else str(current_platform.get_device_name()),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "async": core.batch_queue is not None,
+        "compilation": getattr(compilation.mode, "name", str(compilation.mode)),
+        "cuda_graphs": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
+        "kv_tokens": core.scheduler.kv_cache_config.num_blocks * core.scheduler.block_size,
+    }
+
+
+def parts_of(core: Any) -> dict[str, Any]:
+    """Return the parts of an engine core that each of its schedulers is made of."""
+    first = core.scheduler
+    coordinator = first.kv_cache_manager.coordinator
+    return {
+        "vllm_config": core.vllm_config,
+        "kv_cache_config": first.kv_cache_config,
+        "structured_output_manager": core.structured_output_manager,
+        "block_size": first.block_size,
+        "hash_block_size": getattr(coordinator, "hash_block_size", first.block_size),
+        "log_stats": False,
+    }
+
+
+def scheduler_for(
+    parts: Mapping[str, Any], *, kind: str, slots: int, residents: int, environment: Mapping[str, str]
+) -> Any:
+    """Return a new scheduler. `kind`: laps, or a policy of vLLM's own (fcfs, priority); `environment`: variables
+    that it reads when it is made.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from laps_vllm.scheduler import LapsScheduler
+
+    scheduling = parts["vllm_config"].scheduler_config
+    ours = kind == "laps"
+    scheduling.policy = "fcfs" if ours else kind
+    scheduling.max_num_seqs = residents if ours else slots
+    plain = AsyncScheduler if scheduling.async_scheduling else Scheduler
+    make: Any = LapsScheduler if ours else plain
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        return make(**parts)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def core_request(name: str, ids: Sequence[int], params: Any, *, priority: int = 0) -> Any:

@@ -77,9 +77,11 @@ def _arguments(mode: Mode, setup: dict[str, Any], port: int) -> list[str]:
         "num_speculative_tokens": setup["draft_len"],
     }
     ours = mode.scheduler == "laps"
+    # vLLM's own "auto" is half precision for weights in float32.
+    dtype = "float32" if setup["dtype"] == "auto" else setup["dtype"]
     return [
         *("--model", setup["target"], "--served-model-name", "demo", "--host", "127.0.0.1"),
-        *("--port", str(port), "--dtype", "float32", "--max-model-len", str(setup["max_length"])),
+        *("--port", str(port), "--dtype", dtype, "--max-model-len", str(setup["max_length"])),
         *("--max-num-batched-tokens", str(setup["budget"]), "--speculative-config", json.dumps(speculative)),
         *("--max-num-seqs", str(setup["residents"] if ours else setup["slots"])),
         *("--max-num-active-seqs", str(setup["slots"]), "--disable-uvicorn-access-log"),

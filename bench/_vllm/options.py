@@ -6,16 +6,23 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench._shapes import PAIRS
 from bench.report import numbers
 
 PARTS = ("steps", "speed", "cost", "worker", "clock")
+BY_NAME = ("shape",)
+"""Parts that run only if they are named: they need a GPU to be of use."""
 
 
 def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     """Return the options of the command. Exit with a message if one is wrong."""
     parser = argparse.ArgumentParser(prog="laps-sd bench vllm", description=description)
     parser.add_argument("--vllm", metavar="PYTHON", required=True, help="an interpreter that has vllm")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"(default {','.join(PARTS)})")
+    parser.add_argument(
+        "--parts",
+        default=",".join(PARTS),
+        help=f"(default {','.join(PARTS)}); by name only: {', '.join(BY_NAME)}",
+    )
     parser.add_argument(
         "--counts", type=numbers, default=[80, 140, 200], help="requests of a burst (default 80,140,200)"
     )
@@ -30,18 +37,57 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     )
     parser.add_argument("--clock-seeds", type=int, default=4, help="seeds on the clock (default 4)")
     parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="of weights (default: float32 on a CPU, bfloat16 elsewhere)",
+    )
+    parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument("--shape", default="8b", choices=sorted(PAIRS), help="of the model (default 8b)")
+    parser.add_argument("--shape-slots", type=int, default=64, help="requests of a step (default 64)")
+    parser.add_argument(
+        "--shape-residents", type=int, default=256, help="requests with KV at most (default 256)"
+    )
+    parser.add_argument("--shape-count", type=int, default=300, help="requests of a run (default 300)")
+    parser.add_argument("--shape-seeds", type=int, default=3, help="seeds of shape (default 3)")
+    parser.add_argument("--shape-first-seed", type=int, default=1, help="the first of them (default 1)")
+    parser.add_argument(
+        "--shape-tokens", type=int, default=1024, help="tokens per request at most (default 1024)"
+    )
+    parser.add_argument(
+        "--shape-async",
+        default="both",
+        choices=("on", "off", "both"),
+        help="vLLM's async scheduling (default: both, where it has that)",
+    )
+    parser.add_argument(
+        "--shape-seconds", type=float, default=float("inf"), metavar="S",
+        help="begin no run of shape later than this after the start (default: no limit)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=Path, metavar="FILE",
+        help="answers with their lengths for shape, lines of {source, model, prompt, output_tokens} (default: drawn)",
+    )  # fmt: skip
+    parser.add_argument(
         "--compiled", type=Path, metavar="DIR",
         help="a copy of this checkout with a compiled core (COMPILE_CORE=1 python setup.py build_ext --inplace)",
     )  # fmt: skip
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="keep the logs of engines here (default: they are deleted)"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(argv)
     options.parts = options.parts.split(",")
     if Path(options.vllm).parent.name:  # a path, and not a name to be looked up
         options.vllm = str(Path(options.vllm).absolute())
-    if unknown := set(options.parts) - set(PARTS):
+    if unknown := set(options.parts) - {*PARTS, *BY_NAME}:
         parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
     if min(options.seeds, options.turns, options.clock_seeds) < 2:
         parser.error("--seeds, --turns and --clock-seeds must be 2 at least: one run has no interval")
+    if min(options.shape_slots, options.shape_count, options.shape_seeds, options.shape_tokens) < 1:
+        parser.error("--shape-slots, --shape-count, --shape-seeds and --shape-tokens must be 1 at least")
+    if options.shape_residents < options.shape_slots:
+        parser.error("--shape-residents must be --shape-slots at least")
     if not 0 < options.load < 1:
         parser.error("--load must be between 0 and 1")
     return options
@@ -49,7 +95,7 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
 
 def public(given: Sequence[str]) -> list[str]:
     """Return the given options without the paths of this machine."""
-    shown = {"--vllm": "PYTHON", "--compiled": "DIR"}
+    shown = {"--vllm": "PYTHON", "--compiled": "DIR", "--lengths": "FILE", "--logs": "DIR"}
     hidden = list(given)
     for at, option in enumerate(given):
         name, equals, _ = option.partition("=")

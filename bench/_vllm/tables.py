@@ -32,6 +32,21 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
             width=160,
         )
     for measured, keys in (
+        (
+            "shape",
+            (
+                *(
+                    "setting",
+                    "mean",
+                    "p99",
+                    "first_token",
+                    "tokens_per_s",
+                    "full_tokens_per_s",
+                    "full_step_ms",
+                ),
+                *("scheduler_ms", "cpu_ms", "pauses", "evictions"),
+            ),
+        ),
         ("speed", ("full_steps", "full_tokens", "full_cpu_s", "full_speed", "scheduler_share")),
         ("worker", ("tokens", "steps", "cpu_s", "worker_speed", "same_texts")),
         ("cost", ("core", "decision_ms", "choose_ms", "report_ms", "schedule_ms", "update_from_output_ms")),

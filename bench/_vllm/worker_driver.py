@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench._vllm.in_core import core_request, digest
+from bench._vllm.in_core import (
+    LITTLE_MEMORY_BYTES,
+    LITTLE_MEMORY_SHARE,
+    about_core,
+    core_request,
+    digest,
+    dtype_of,
+    parts_of,
+)
 
 
 @dataclass
@@ -38,44 +46,47 @@ class WorkerRuns:
                 "num_speculative_tokens": setup["draft_len"],
             },
             sampling=setup["sampling"],
+            dtype=dtype_of(setup["dtype"]),
+            memory_bytes=LITTLE_MEMORY_BYTES,
+            arguments={"enforce_eager": setup["eager"], "gpu_memory_utilization": LITTLE_MEMORY_SHARE},
         )
         self._core, chooser = load_core(self._options)
         self._rules = rules_for(self._core.vllm_config, chooser)
         self._tokens = setup["tokens"]
-        first: Any = self._core.scheduler
-        self._parts: dict[str, Any] = {
-            "vllm_config": self._core.vllm_config,
-            "kv_cache_config": first.kv_cache_config,
-            "structured_output_manager": self._core.structured_output_manager,
-            "block_size": first.block_size,
-            "hash_block_size": first.block_size,
-            "log_stats": False,
-        }
+        self._parts = parts_of(self._core)
+        self._ahead = self._core.batch_queue is not None
         self._runs = 0
+
+    def about(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return on what it runs, and how."""
+        return about_core(self._core)
 
     def plain(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run the requests by vLLM's own scheduler, first come first served."""
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        self._core.scheduler = Scheduler(**self._parts)
+        self._core.scheduler = (AsyncScheduler if self._ahead else Scheduler)(**self._parts)
         return self._timed(asked, self._plain)
 
     def engine(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run the requests by a worker's runner over the engine, in the same order."""
-        from worker_svc.engine.vllm.scheduler import RoundScheduler
+        from worker_svc.engine.vllm.scheduler import round_scheduler
 
-        self._core.scheduler = RoundScheduler(**self._parts)
+        self._core.scheduler = round_scheduler(**self._parts)
         return self._timed(asked, self._engine)
 
     def _timed(self, asked: dict[str, Any], run: Callable[[list[list[int]], _Run], None]) -> dict[str, Any]:
         self._runs += 1
         found = _Run([[] for _ in asked["ids"]])
-        began_s = time.process_time()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
         run(asked["ids"], found)
-        cpu_s = time.process_time() - began_s
+        lasted_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         # The model runner forgets the requests with the next step.
-        self._core.step()
+        while self._core.scheduler.has_requests() or self._core.batch_queue:
+            self._core.step_fn()
         return {
+            "lasted_s": lasted_s,
             "cpu_s": cpu_s,
             "tokens": sum(map(len, found.texts)),
             "steps": found.steps,
@@ -94,10 +105,10 @@ class WorkerRuns:
             request, _ = core.preprocess_add_request(core_request(f"{self._runs}-{number}", ids, params))
             core.add_request(request)
         while core.scheduler.has_unfinished_requests():
-            outputs, executed = core.step()
+            outputs, executed = core.step_fn()
             core.post_step(executed)
-            found.steps += 1
-            for batch in outputs.values():
+            found.steps += outputs is not None
+            for batch in (outputs or {}).values():
                 for one in batch.outputs:
                     found.texts[int(one.request_id.split("-")[1])] += one.new_token_ids
 

@@ -40,6 +40,7 @@ def workers(peers: Mapping[str, Peer], turns: int) -> Iterator[dict[str, Any]]:
                 "mode": mode,
                 "tokens": found["tokens"],
                 "cpu_s": round(found["cpu_s"], 4),
+                "lasted_s": round(found["lasted_s"], 4),
                 "steps": found["steps"],
                 "worker_speed": round(speed, 1),
                 "same_texts": same,

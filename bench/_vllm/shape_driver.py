@@ -1,0 +1,300 @@
+"""A model of a real shape without weights in vLLM's engine core, on the clock; a part of `bench._vllm.driver`.
+
+The model is loaded once, and each burst gets a scheduler of its own, which knows nothing yet. The loop is that of
+vLLM's engine process: requests that have arrived, a step, its outcome. With async scheduling the scheduler
+works while the device runs the step before.
+
+Weights at random end no text where a real model would. The driver replaces each request's token at its length by
+the end token before the scheduler reads the outcome, and end tokens before that by another one: to the scheduler
+that is a model that ends there. What the device computes does not change with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench._shapes import PAIRS, Shape
+from bench._vllm.in_core import (
+    LITTLE_MEMORY,
+    about_core,
+    core_request,
+    dtype_of,
+    on_cpu,
+    parts_of,
+    scheduler_for,
+)
+from bench._vllm.replay import Recorded, ReplayExecutor
+
+END_TOKEN, OTHER_TOKEN = 2, 3
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
+"""Batches for which CUDA graphs are captured, up to the size of a step."""
+LEARN_STEP_S = 0.010
+"""Time of a step without a model, on the clock of LAPS-SD."""
+IDLE_S = 0.001
+"""Longest sleep while no request is there."""
+
+
+@dataclass
+class _Run:
+    """Outcome of a burst; times are seconds since its begin."""
+
+    first_s: list[float]
+    end_s: list[float]
+    lengths: list[int]
+    steps: int = 0
+    tokens: int = 0
+    unfinished: int = 0
+    full_s: float = 0.0
+    full_tokens: int = 0
+    full_step_s: list[float] = field(default_factory=list)
+    """Times of the steps in which at least a full batch waited."""
+    scheduler_s: float = 0.0
+    """CPU time of the scheduler."""
+
+
+class ShapeRuns:
+    """vLLM's engine core with a model of a shape, and bursts on it."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        self._slots, self._residents = setup["slots"], setup["residents"]
+        self._tokens = setup["tokens"]
+        dtype = dtype_of(setup["dtype"])
+        model = Path(setup["folder"]) / f"shape-{setup['shape']}"
+        write_config(PAIRS[setup["shape"]][0], model, dtype=dtype, max_length=setup["max_length"])
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": dtype,
+            "max_model_len": setup["max_length"],
+            "max_num_seqs": self._residents,
+            "max_num_active_seqs": self._slots,
+            "max_num_batched_tokens": setup["budget"],
+            "async_scheduling": None,  # vLLM's default: on GPUs
+            "seed": 0,
+            "disable_log_stats": True,
+            "enforce_eager": setup["eager"],
+        }
+        if setup["little_memory"] or on_cpu():
+            arguments |= LITTLE_MEMORY
+        if not setup["eager"] and not on_cpu():
+            sizes = [size for size in GRAPH_SIZES if size < self._slots] + [self._slots]
+            # CUDA graphs without torch.compile, which takes a minute to start.
+            arguments["compilation_config"] = {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sizes,
+            }
+        self._core = EngineCore(
+            config := EngineArgs(**arguments).create_engine_config(),
+            Executor.get_class(config),
+            log_stats=False,
+        )
+        self._parts = parts_of(self._core)
+        self._executor = self._core.model_executor
+        self._ahead = self._core.batch_queue is not None
+        self._runs = 0
+        self._length_of: dict[str, int] = {}
+
+    def about(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return on what it runs, and how."""
+        return about_core(self._core)
+
+    def learn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve requests by LAPS-SD without the model, and write what it learnt to the file `save`."""
+        from laps_vllm.learnt_file import LearntFile
+
+        scheduler, requests = self._begin(asked, ahead=False)
+        now_s = scheduler.clock()
+        scheduler.clock = lambda: now_s
+        recorded = {
+            f"{self._runs}-{number}": Recorded([OTHER_TOKEN] * request["length"], [1] * request["length"])
+            for number, request in enumerate(requests)
+        }
+        self._core.model_executor = ReplayExecutor(scheduler, recorded, 0)
+        try:
+            for number, request in enumerate(requests):
+                self._add(scheduler, number, request)
+            while scheduler.has_requests():
+                self._core.step()
+                now_s += LEARN_STEP_S
+        finally:
+            self._core.model_executor = self._executor
+        learnt = LearntFile(Path(asked["save"]))
+        learnt.keep(scheduler.one_worker.core.priors)
+        learnt.save()
+        scheduler.shutdown()
+        return {"learnt": len(requests)}
+
+    def burst(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Run requests at their times under a new scheduler, with or without async scheduling (`ahead`)."""
+        ahead = bool(asked["ahead"])
+        scheduler, requests = self._begin(asked, ahead=ahead)
+        count = len(requests)
+        run = _Run([0.0] * count, [0.0] * count, [0] * count)
+        self._watch(scheduler, run)
+        step = self._core.step_with_batch_queue if ahead else self._core.step
+        gc.collect()
+        at, cpu_s = 0, time.process_time()
+        began_s = last_s = time.perf_counter()
+        while at < count or scheduler.has_requests() or self._core.batch_queue:
+            now_s = time.perf_counter() - began_s
+            while at < count and requests[at]["arrival"] <= now_s:
+                self._add(scheduler, at, requests[at])
+                at, run.unfinished = at + 1, run.unfinished + 1
+            if not (scheduler.has_requests() or self._core.batch_queue):
+                time.sleep(min(IDLE_S, max(0.0, requests[at]["arrival"] - now_s)))
+                last_s = time.perf_counter()
+                continue
+            full, tokens = run.unfinished >= 2 * self._slots, run.tokens
+            outputs, executed = step()
+            self._core.post_step(executed)
+            ended_s = time.perf_counter()
+            self._take(outputs, run, ended_s - began_s)
+            if outputs is not None:
+                run.steps += 1
+                if full:
+                    run.full_step_s.append(ended_s - last_s)
+                    run.full_s += ended_s - last_s
+                    run.full_tokens += run.tokens - tokens
+                last_s = ended_s
+            if not executed and scheduler.has_requests():
+                time.sleep(IDLE_S)  # as vLLM's engine process does
+        lasted_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        worker: Any = getattr(scheduler, "one_worker", None)
+        scheduler.shutdown()
+        arrivals = [request["arrival"] for request in requests]
+        steps = max(1, run.steps)
+        return {
+            "latencies": [end - arrival for end, arrival in zip(run.end_s, arrivals, strict=True)],
+            "first_token": [first - arrival for first, arrival in zip(run.first_s, arrivals, strict=True)],
+            "lengths": run.lengths,
+            "lasted_s": lasted_s,
+            "steps": run.steps,
+            "full_steps": len(run.full_step_s),
+            "full_s": run.full_s,
+            "full_tokens": run.full_tokens,
+            "full_step_ms": 1e3 * statistics.median(run.full_step_s) if run.full_step_s else None,
+            "scheduler_ms": 1e3 * run.scheduler_s / steps,
+            "cpu_ms": 1e3 * cpu_s / steps,
+            "pauses": worker.paused if worker else 0,
+            "evictions": getattr(scheduler, "evictions", 0),
+        }
+
+    def _begin(self, asked: Mapping[str, Any], *, ahead: bool) -> tuple[Any, Sequence[dict[str, Any]]]:
+        if ahead and not self._ahead:
+            raise ValueError("vLLM has no async scheduling on this device")
+        self._runs += 1
+        requests: Sequence[dict[str, Any]] = asked["requests"]
+        self._length_of = {f"{self._runs}-{at}": request["length"] for at, request in enumerate(requests)}
+        config = self._core.vllm_config
+        config.scheduler_config.async_scheduling = self._core.async_scheduling = ahead
+        scheduler = scheduler_for(
+            self._parts,
+            kind=asked["scheduler"],
+            slots=self._slots,
+            residents=self._residents,
+            environment=asked["environment"],
+        )
+        update = scheduler.update_from_output
+
+        def at_lengths(scheduler_output: Any, model_output: Any) -> Any:
+            end_at_lengths(scheduler.requests, model_output, self._length_of)
+            return update(scheduler_output, model_output)
+
+        scheduler.update_from_output = at_lengths
+        self._core.scheduler = scheduler
+        return scheduler, requests
+
+    def _watch(self, scheduler: Any, run: _Run) -> None:
+        """Add the CPU time of the scheduler's two calls in each step."""
+        for name in ("schedule", "update_from_output"):
+            setattr(scheduler, name, _timed(getattr(scheduler, name), run))
+
+    def _take(self, outputs: Mapping[int, Any] | None, run: _Run, now_s: float) -> None:
+        for batch in (outputs or {}).values():
+            for one in batch.outputs:
+                number = int(one.request_id.split("-")[1])
+                if one.new_token_ids and not run.lengths[number]:
+                    run.first_s[number] = now_s
+                run.lengths[number] += len(one.new_token_ids)
+                run.tokens += len(one.new_token_ids)
+                if one.finish_reason is not None:
+                    run.end_s[number] = now_s
+                    run.unfinished -= 1
+
+    def _add(self, scheduler: Any, number: int, request: Mapping[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self._tokens,
+            stop_token_ids=[END_TOKEN],
+            detokenize=False,
+            extra_args=request["hints"] or None,
+        )
+        asked = core_request(f"{self._runs}-{number}", request["ids"], params, priority=request["priority"])
+        made, _ = self._core.preprocess_add_request(asked)
+        scheduler.add_request(made)
+
+
+def _timed(call: Any, run: _Run) -> Any:
+    def and_count(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.thread_time()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            run.scheduler_s += time.thread_time() - began_s
+
+    return and_count
+
+
+def end_at_lengths(requests: Mapping[str, Any], model_output: Any, length_of: Mapping[str, int]) -> None:
+    """Put the end token at each request's length into what a model runner returned, and nowhere else."""
+    for name, tokens in zip(model_output.req_ids, model_output.sampled_token_ids or (), strict=False):
+        request = requests.get(name)
+        if request is None:
+            continue
+        first = request.num_output_tokens + 1
+        for at, token in enumerate(tokens):
+            if first + at >= length_of[name]:
+                tokens[at] = END_TOKEN
+            elif token == END_TOKEN:
+                tokens[at] = OTHER_TOKEN
+
+
+def write_config(shape: Shape, place: Path, *, dtype: str, max_length: int) -> None:
+    """Write the directory of a model of this shape, without weights and without a tokenizer."""
+    place.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "max_position_embeddings": max_length,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": 1,
+        "eos_token_id": END_TOKEN,
+    }
+    (place / "config.json").write_text(json.dumps(config))
