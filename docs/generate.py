@@ -49,6 +49,7 @@ OF_A_CHECKOUT = (
     "LAPS_SD_TEST_CLIENTS",
     "LAPS_SD_TEST_CHROMIUM",
     "LAPS_SD_TEST_DEVICE",
+    "LAPS_SD_TEST_VLLM_DTYPE",
     "LAPS_SD_TEST_VLLM_PYTHON",
 )
 """Variables that only `bench/` and `tests/` read."""

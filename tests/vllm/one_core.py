@@ -1,9 +1,17 @@
-"""One core of vLLM with the demo pair for many engines: a load takes half a minute, a scheduler nothing."""
+"""One core of vLLM with the demo pair for many engines: a load takes half a minute, a scheduler nothing.
+
+On a GPU it is vLLM's second model runner, without CUDA graphs; `LAPS_SD_TEST_VLLM_DTYPE` is its dtype there. What
+two runs with other batches compute is equal on a GPU only with `VLLM_BATCH_INVARIANT=1`.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
 
 from tests.worker.contract import decode
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
@@ -23,6 +31,20 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 """Variables that `worker_svc.loading` sets before it imports vLLM."""
+ON_CPU: bool = current_platform.is_cpu()
+EQUAL_ARITHMETIC = ON_CPU or os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+"""Rows have equal numbers in whatever batch."""
+cpu_only = pytest.mark.skipif(not ON_CPU, reason="it is about vLLM's first model runner, on a CPU")
+like_torch = pytest.mark.skipif(
+    not ON_CPU, reason="numbers of a GPU are not those of the torch engine on a CPU"
+)
+equal_arithmetic = pytest.mark.skipif(
+    not EQUAL_ARITHMETIC, reason="on a GPU other batches have other last bits without VLLM_BATCH_INVARIANT=1"
+)
+BLOCK_SIZE = 32
+MEMORY_SHARE = 0.1
+"""Share of a device's memory that must be free: others use it too. KV takes `KV_BYTES` of it."""
+KV_BYTES = 2**30
 DRAFT_LEN = 4
 MAX_LENGTH = 512
 PAIR = VllmOptions(
@@ -35,6 +57,11 @@ PAIR = VllmOptions(
         "model": str(DRAFT_DIR),
         "num_speculative_tokens": DRAFT_LEN,
     },
+    dtype="float32" if ON_CPU else os.environ.get("LAPS_SD_TEST_VLLM_DTYPE", "bfloat16"),
+    memory_bytes=KV_BYTES,
+    overlap="off",  # a round returns its own outcome
+    arguments={"gpu_memory_utilization": MEMORY_SHARE}
+    | ({} if ON_CPU else {"block_size": BLOCK_SIZE, "enforce_eager": True}),
 )
 
 
@@ -83,7 +110,9 @@ class OneCore:
             decode=decode,
             **more,
         )
-        if chosen is Chooser.VLLM:  # vLLM's sampler serves requests that the coupling does not know
+        if (
+            chosen is Chooser.VLLM and ON_CPU
+        ):  # vLLM's sampler serves requests that the coupling does not know
             core.model_executor.driver_worker.worker.model_runner._laps_sd_coupling.known = {}
         return self._engine
 
@@ -112,4 +141,18 @@ def mixed(count: int, max_tokens: int = 48, kinds: tuple[Sampling, ...] = KINDS)
     ]
 
 
-__all__ = ["DRAFT_LEN", "ENVIRONMENT", "KINDS", "PAIR", "OneCore", "mixed"]
+__all__ = [
+    "DRAFT_LEN",
+    "ENVIRONMENT",
+    "EQUAL_ARITHMETIC",
+    "KINDS",
+    "KV_BYTES",
+    "MEMORY_SHARE",
+    "ON_CPU",
+    "PAIR",
+    "OneCore",
+    "cpu_only",
+    "equal_arithmetic",
+    "like_torch",
+    "mixed",
+]

@@ -1,4 +1,6 @@
-"""The engine over vLLM: the contract of engines, and the same text as the torch engine in whatever order."""
+"""The engine over vLLM: the contract of engines, and the same text in whatever order: on a CPU that of the torch
+engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ from laps_sd.contract.ends import End
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
 from laps_vllm.versions import VersionError
 from tests.services.worker.harness import Desk, entry
-from tests.vllm.one_core import DRAFT_LEN, ENVIRONMENT, PAIR, OneCore, mixed
+from tests.vllm.one_core import (
+    DRAFT_LEN,
+    ENVIRONMENT,
+    ON_CPU,
+    PAIR,
+    OneCore,
+    cpu_only,
+    equal_arithmetic,
+    like_torch,
+    mixed,
+)
 from tests.worker.cached import Replica, prompt_of, split
 from tests.worker.contract import EngineContract, Make, spec
 from tests.worker.drive import Between, everybody, finish_all, rotate
@@ -84,17 +96,21 @@ class TestContract(EngineContract):
 
 
 @pytest.fixture(scope="module")
-def expected(by_torch: Callable[[list[Specification]], Any]) -> Texts:
-    texts: Texts = by_torch(mixed(20))[0]
-    return texts
+def expected(request: pytest.FixtureRequest, one_core: OneCore) -> Texts:
+    """Return the texts of the torch engine, or on a GPU those of all requests at once."""
+    if ON_CPU:
+        texts: Texts = request.getfixturevalue("by_torch")(mixed(20))[0]
+        return texts
+    return finish_all(one_core.engine(slots=20), mixed(20))[0]
 
 
+@equal_arithmetic
 @pytest.mark.parametrize(
     ("slots", "between"),
     [(20, everybody), (4, rotate("keep")), (4, rotate("evict"))],
     ids=["at once", "paused", "evicted"],
 )
-def test_the_text_is_that_of_the_torch_engine(
+def test_the_text_is_the_expected_one_in_whatever_order(
     make: Make, expected: Texts, slots: int, between: Between
 ) -> None:
     texts, _, reports = finish_all(make(slots=slots), mixed(20), between)
@@ -103,6 +119,7 @@ def test_the_text_is_that_of_the_torch_engine(
     assert sum(report.accepted for report in reports) > 100
 
 
+@equal_arithmetic
 def test_the_text_does_not_depend_on_drafts(make: Make, expected: Texts) -> None:
     plain = [replace(one, max_draft_len=0) for one in mixed(20)]
     texts, _, reports = finish_all(make(slots=20), plain)
@@ -111,6 +128,7 @@ def test_the_text_does_not_depend_on_drafts(make: Make, expected: Texts) -> None
     assert not any(report.drafted for report in reports)
 
 
+@equal_arithmetic
 def test_a_request_goes_on_from_committed_tokens(make: Make, expected: Texts) -> None:
     """As after the crash of a worker."""
     later = [
@@ -133,6 +151,7 @@ PENALTIES = (
 )  # fmt: skip
 
 
+@like_torch
 def test_penalties_and_bias_count_all_output_also_after_a_resume(
     make: Make, by_torch: Callable[[list[Specification]], Any]
 ) -> None:
@@ -148,6 +167,7 @@ def test_penalties_and_bias_count_all_output_also_after_a_resume(
     assert expected != by_torch(mixed(10, kinds=tuple(Sampling(k.temperature) for k in PENALTIES)))[0]
 
 
+@like_torch
 def test_log_probabilities_are_those_of_the_torch_engine(
     make: Make, by_torch: Callable[[list[Specification]], Any]
 ) -> None:
@@ -167,6 +187,7 @@ def test_log_probabilities_are_those_of_the_torch_engine(
             assert len(other.top) == one.logprobs
 
 
+@equal_arithmetic
 def test_eos_ends_the_text_unless_it_is_ignored(make: Make) -> None:
     """Token 2 is the end token of the pair."""
     specs = [replace(one, sampling=Sampling(1.0, seed=at), max_tokens=60) for at, one in enumerate(mixed(16))]
@@ -239,16 +260,19 @@ def formatted_texts(one_core: OneCore) -> Texts:
     return texts
 
 
+@like_torch
 def test_formatted_texts_are_those_of_the_torch_engine(
     formatted_texts: Texts, by_torch: Callable[[list[Specification]], Any]
 ) -> None:
     assert formatted_texts == by_torch(formatted())[0]
 
 
+@equal_arithmetic
 def test_formats_hold_when_requests_are_evicted(make: Make, formatted_texts: Texts) -> None:
     assert finish_all(make(slots=4), formatted(), rotate("evict", 4))[0] == formatted_texts
 
 
+@equal_arithmetic
 @pytest.mark.parametrize("cut", [1, 4])
 def test_a_format_goes_on_from_committed_tokens(make: Make, formatted_texts: Texts, cut: int) -> None:
     """Another worker has nothing but the specification and what is committed."""
@@ -294,6 +318,7 @@ def test_a_schema_that_is_not_json_is_refused_at_once(make: Make) -> None:
         make().add(bad)
 
 
+@equal_arithmetic
 def test_rounds_wait_while_a_grammar_compiles(
     one_core: OneCore, formatted_texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +394,7 @@ def test_the_prompt_blocks_that_are_reported_are_found(make: Make) -> None:
     assert len(replica.follow()) == 3
 
 
+@equal_arithmetic
 @pytest.mark.parametrize("room", [{"blocks": 14}, {"residents": 5}], ids=["few blocks", "few places"])
 def test_the_runner_serves_with_little_room_and_changing_ranks(
     make: Make, expected: Texts, room: dict[str, int]
@@ -429,6 +455,7 @@ def test_a_step_without_memory_names_the_settings(one_core: OneCore, monkeypatch
             engine.round(["a"])
 
 
+@cpu_only
 def test_a_request_whose_numbers_break_ends_alone(one_core: OneCore, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = one_core.core.model_executor.driver_worker.worker.model_runner
     compute = runner.model.compute_logits
@@ -474,6 +501,7 @@ def test_what_needs_a_tokenizer_is_refused_without_one(make: Make) -> None:
 # -- the probe of output lengths -----------------------------------------------------------------------------
 
 
+@cpu_only
 def test_the_probe_sees_the_last_layers_state_of_the_last_token(make: Make) -> None:
     """With drafts, prompts in chunks, and requests that lose their KV; the text is the same as without it."""
     import torch
@@ -514,6 +542,7 @@ def test_the_probe_sees_the_last_layers_state_of_the_last_token(make: Make) -> N
     assert probe.requests == len(asked)
 
 
+@cpu_only
 def test_vllms_own_sampler_leaves_nothing_to_look_at(make: Make) -> None:
     from tests.worker.recorded import Recorded
 
@@ -526,6 +555,7 @@ def test_vllms_own_sampler_leaves_nothing_to_look_at(make: Make) -> None:
 # -- vLLM's own sampler --------------------------------------------------------------------------------------
 
 
+@equal_arithmetic
 def test_with_its_own_sampler_greedy_text_is_the_same(make: Make, expected: Texts) -> None:
     greedy = [one for one in mixed(20) if not one.sampling.temperature]
     engine = make(chooser=Chooser.VLLM)
@@ -553,6 +583,7 @@ def restricted(whole: Texts) -> list[Specification]:
     return made
 
 
+@equal_arithmetic
 def test_with_its_own_sampler_restrictions_hold(make: Make) -> None:
     """At each draft token, and after committed ones where it can count these."""
     whole, *_ = finish_all(make(slots=12), mixed(12, kinds=(Sampling(),)))
@@ -576,6 +607,7 @@ def test_with_its_own_sampler_restrictions_hold(make: Make) -> None:
     assert again == {one.request_id: expected[one.request_id] for one in later}
 
 
+@cpu_only
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

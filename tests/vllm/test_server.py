@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
 from tests.helpers import free_port, wait_until
+from tests.vllm.one_core import EQUAL_ARITHMETIC, KV_BYTES, MEMORY_SHARE, ON_CPU
 
 DEMO = Path(__file__).parents[2] / "worker_svc" / "demo"
 START_S = 600.0
@@ -59,9 +60,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-active-seqs", "2", "--enforce-eager"),
         *("--scheduler-cls", "laps_vllm.scheduler.LapsScheduler"),
         *("--speculative-config", json.dumps(speculative)),
+        *("--gpu-memory-utilization", str(MEMORY_SHARE), "--kv-cache-memory-bytes", str(KV_BYTES)),
     ]
     environ = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "LAPS_SD_LEARNT_FILE": str(server.learnt),
         "OMP_NUM_THREADS": "1",
     }
@@ -99,7 +100,9 @@ def test_it_says_at_start_what_is_on(server: Server) -> None:
     log = server.log.read_text()
 
     assert re.search(r"LAPS-SD \S+: policy laps-sd, steps of 2 requests, 16 resident, \w+ core", log)
-    assert "samples wrong tokens" in log, "a known fault of this version with a draft model on a CPU"
+    faulty = "a known fault of this version with a draft model on a CPU"
+    assert ("samples wrong tokens" in log) == ON_CPU, faulty
+    assert f"{'synchronous' if ON_CPU else 'async'} scheduling, up to 4 draft tokens" in log
 
 
 def test_requests_with_and_without_hints_get_the_same_texts_and_metrics_show_it(server: Server) -> None:
@@ -110,9 +113,13 @@ def test_requests_with_and_without_hints_get_the_same_texts_and_metrics_show_it(
         hinted = [pool.submit(server.complete, prompt, vllm_xargs=hints) for prompt in prompts]
         bad = pool.submit(server.complete, prompts[0], vllm_xargs={"expected_output_tokens": -1})
         texts = [[each.result()["choices"][0]["text"] for each in group] for group in (plain, hinted)]
-        assert bad.result()["choices"][0]["text"] == texts[0][0]
+        found = bad.result()["choices"][0]["text"]
 
-    assert texts[0] == texts[1]
+    if EQUAL_ARITHMETIC:
+        assert texts[0] == texts[1]
+        assert found == texts[0][0]
+    else:
+        assert sum(plain == hinted for plain, hinted in zip(*texts, strict=True)) >= 6
     assert texts[0][3].split(",")[0].strip() == "3"
     ended = 'laps_sd_vllm_estimate_error_ratio_count{basis="client",engine="0",moment="arrival"}'
     wait_until(
