@@ -21,6 +21,7 @@ from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, Wor
 from laps_sd.contract.ends import End
 from laps_vllm.merged_steps import MergedSteps, Step
 from scheduler_svc.core.commands import Assign, AssignEntry, Drop
+from scheduler_svc.core.estimates.errors import Judged
 from scheduler_svc.core.events import (
     Arrived,
     EndRequested,
@@ -61,6 +62,8 @@ class OneWorker:
         """Requests of the newest choice."""
         self.paused = 0
         """Requests paused so far: in one choice, unfinished, and not in the next."""
+        self.judged: list[Judged] = []
+        """Estimates of requests that have ended, judged since the caller cleared this."""
         self._growth_tokens = growth_tokens
         self._blocks_per_step = -(-growth_tokens // facts.block_size)
         """Most KV blocks that a request takes in one step."""
@@ -140,6 +143,8 @@ class OneWorker:
                 self._entries = tuple(entry for entry in self._entries if entry.request_id not in dropped)
                 self._on_device -= dropped
                 self._plentiful = self._nothing_new = False
+        # The core keeps those of one step, and there may be several between two steps of the engine.
+        self.judged += self.core.estimate_errors.latest
 
     def _read(self, state: Callable[[str], RequestNow | None]) -> list[Candidate]:
         """Return the listed requests that can run, by their present states."""

@@ -227,11 +227,11 @@ class Laps(Pausing):
         metrics, worker = self._publisher.metrics, self.one_worker
         if not self.requests:
             worker.decide(now_s)
-        for judged in worker.core.estimate_errors.latest:
+        for judged in worker.judged:
             labels = (metrics.engine, judged.moment.value, judged.basis.value)
             metrics.estimate_error.labels(*labels).observe(judged.ratio)
             metrics.estimates_covered.labels(*labels).inc(judged.covered)
-        worker.core.estimate_errors.latest = []
+        worker.judged.clear()
         metrics.pauses.inc(worker.paused - self._seen_pauses)
         metrics.evictions.inc(self.evictions - self._seen_evictions)
         self._seen_pauses, self._seen_evictions = worker.paused, self.evictions

@@ -23,6 +23,7 @@ from laps_vllm.metrics import Metrics
 from laps_vllm.metrics_page import EngineFiles, file_of
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
+from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
@@ -122,6 +123,17 @@ class TestOneWorker:
         assert running is not None
         assert evicted is not None
         assert (running.state.value, evicted.state.value) == ("running", "listed")
+
+    def test_what_is_judged_in_one_decision_outlasts_the_next(self) -> None:
+        one = worker(slots=2)
+        now = {"a": RequestNow(16, 1), "b": RequestNow(16, 1)}
+        for number, name in enumerate(now):
+            one.arrived(facts(name, number, 100))
+        step(one, now, one.choose(0.0, now.get).run, ended="a")
+        step(one, now, one.choose(0.1, now.get).run, ended="b")
+        one.decide(0.2)
+
+        assert [each.moment for each in one.judged].count(Moment.ARRIVAL) == 2
 
 
 def many(slots: int = 32, waiting: int = 8, blocks: int = 10_000) -> tuple[OneWorker, dict[str, RequestNow]]:
