@@ -20,6 +20,7 @@ from bench._evidence.engine_table import engine_table
 from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
+from bench._evidence.gpu import on_gpu
 from bench._evidence.head import head
 from bench._evidence.multi_turn import conversing
 from bench._evidence.placement import placed
@@ -43,6 +44,7 @@ MEASURED = {
     "engine-again": engine_again,
     "memory-bound": memory_bound,
     "engine-table": engine_table,
+    "engine-on-gpu": on_gpu,
     "vllm": inside_vllm,
     "gateway": carried,
 }

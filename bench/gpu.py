@@ -25,7 +25,7 @@ from typing import Any
 
 from bench._gpu.options import arguments, verdict
 from bench._gpu.pair import Bench
-from bench.report import finish, progress, table
+from bench.report import about, finish, progress, table
 
 
 @contextmanager
@@ -106,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row["skipped"] is not None:
             print(f"batch {row['batch']}, context {row['context']} was left out: {row['skipped']}")
     met, summary = verdict(rows)
-    about = {
+    described = {
+        **about("gpu", sys.argv[1:] if argv is None else argv),
         "device": name,
         "shape": options.shape,
         "dtype": options.dtype,
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": options.rounds,
         "torch": torch.__version__,
     }
-    return finish(rows, json_file=options.json, summary=summary, met=met, about=about)
+    return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
 
 
 if __name__ == "__main__":

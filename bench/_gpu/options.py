@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     return options
 
 
-def verdict(rows: Sequence[dict[str, Any]]) -> tuple[bool, str]:
+def verdict(rows: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
     """Return whether the goal is met at every context that could be measured, and the sentence for the
     summary line.
     """
