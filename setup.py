@@ -1,6 +1,7 @@
-"""What pyproject.toml cannot say: the engine's kernels in C, and with COMPILE_CORE=1 the scheduling core and the
-path of a report through its leader compiled ahead of time, by mypyc. With PURE_PYTHON=1 neither: the wheel then
-suits every Python and machine."""
+"""What pyproject.toml cannot say: the engine's kernels in C, and modules compiled ahead of time by mypyc. With
+COMPILE_CORE=1 these are the scheduling core and the path of a report through its leader, for which mypy needs the
+types of all that they import; with COMPILE_CORE=core the core alone, which imports the standard library only. With
+PURE_PYTHON=1 neither: the wheel then suits every Python and machine."""
 
 import os
 import platform
@@ -46,8 +47,9 @@ PATH_OF_A_REPORT = (
 
 
 def compiled_core() -> list[Any]:
-    """The core's modules and those of the path of a report; none unless asked for, since that takes a minute."""
-    if os.environ.get("COMPILE_CORE") != "1":
+    """The modules to compile; none unless asked for, since that takes a minute."""
+    wanted = os.environ.get("COMPILE_CORE", "")
+    if wanted not in ("1", "core"):
         return []
     from mypyc.build import mypycify
 
@@ -57,7 +59,7 @@ def compiled_core() -> list[Any]:
         mypycify(
             [
                 *map(str, sorted(core)),
-                *PATH_OF_A_REPORT,
+                *(PATH_OF_A_REPORT if wanted == "1" else ()),
                 "laps_sd/contract/choose.py",
                 "laps_sd/contract/ends.py",
                 # The scheduler's image is built without this package.
