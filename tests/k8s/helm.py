@@ -61,10 +61,14 @@ class Helm3:
         return done.stdout
 
     def render(
-        self, values: dict[str, Any], crds: Sequence[str] = (), chart: Path = CHART
+        self,
+        values: dict[str, Any],
+        crds: Sequence[str] = (),
+        chart: Path = CHART,
+        kubernetes: str = "1.30",
     ) -> list[dict[str, Any]]:
         more = [part for crd in crds for part in ("--api-versions", crd)]
-        version = ("--kube-version", "1.30.0")
+        version = ("--kube-version", f"{kubernetes}.0")
         text = self._run(
             "template", "demo", str(chart), *version, "--namespace", NAMESPACE, *more, values=values
         )

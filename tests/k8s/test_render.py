@@ -89,15 +89,14 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found(kubernetes: None) 
     assert Schemas("1.30").problems(account) != []
 
 
-@pytest.mark.parametrize("version", ["1.31", "1.34", "1.36"])
+@pytest.mark.parametrize("version", ["1.32", "1.34", "1.36"])
 def test_claims_of_gpus_are_valid_where_kubernetes_has_them(
     helm3: Any, kubernetes: None, version: str
 ) -> None:
     claims = [{"name": "gpus", "resourceClaimTemplateName": "four"}]
     workers = {"engine": "vllm", "resourceClaims": claims, "claimedGpus": 4}
-    rendered = helm3.render(
-        {"pools": [{"name": "a", "model": "m", "target": {"path": "t"}, "workers": workers}]}
-    )
+    pool = {"name": "a", "model": "m", "target": {"path": "t"}, "workers": workers}
+    rendered = helm3.render({"pools": [pool]}, ("resource.k8s.io/v1beta1",), kubernetes=version)
 
     schemas = Schemas(version)
     assert [p for one in rendered if one["kind"] == "Deployment" for p in schemas.problems(one)] == []

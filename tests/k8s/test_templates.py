@@ -34,15 +34,20 @@ def at(found: Any, path: str) -> Any:
     return found
 
 
+def of(case: dict[str, Any]) -> dict[str, str]:
+    """Return the version of Kubernetes that the case names, if it names one."""
+    return {"kubernetes": case["kubernetes"]} if "kubernetes" in case else {}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["it"])
 def test_the_chart(helm3: Any, case: dict[str, Any]) -> None:
     if "refused" in case:
         with pytest.raises(Refused, match=re.escape(case["refused"])):
-            helm3.render(case["set"])
+            helm3.render(case["set"], **of(case))
         return
     kind, _, name = case["object"].partition("/")
 
-    found = find(helm3.render(case.get("set", {})), kind, name)
+    found = find(helm3.render(case.get("set", {}), **of(case)), kind, name)
 
     assert {path: at(found, path) for path in case.get("paths", {})} == case.get("paths", {})
     assert [path for path in case.get("absent", []) if at(found, path) is not ABSENT] == []

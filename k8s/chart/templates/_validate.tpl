@@ -108,7 +108,7 @@
 {{- fail (printf "settings.heartbeatS of the workers of %s (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every worker." .where $beat $silence) }}
 {{- end -}}
 {{- include "laps-sd.validateDownload" (dict "root" .root "pool" .pool "where" .where) -}}
-{{- include "laps-sd.validateGpus" (dict "values" $workers "where" .where) -}}
+{{- include "laps-sd.validateGpus" (dict "root" .root "values" $workers "where" .where) -}}
 {{- include "laps-sd.validateVllm" (dict "pool" .pool "where" .where) -}}
 {{- $scaling := $workers.autoscaling -}}
 {{- if and $scaling.hpa (ne $scaling.keda "off") }}

@@ -16,7 +16,7 @@
 {{- $gpus -}}
 {{- end -}}
 
-{{/* Refusals. Arguments: values of the workers, where. */}}
+{{/* Refusals. Arguments: root, values of the workers, where. */}}
 {{- define "laps-sd.validateGpus" -}}
 {{- $values := .values -}}
 {{- $found := include "laps-sd.gpuResources" $values | fromJsonArray -}}
@@ -29,6 +29,11 @@
 {{- end -}}
 {{- if and $found $values.resourceClaims }}
 {{- fail (printf "The workers of %s get GPUs twice: by resources.limits (%s) and by resourceClaims. Give one." .where (first $found)) }}
+{{- end -}}
+{{- /* Any other API server accepts the pods and leaves the claims out. */ -}}
+{{- $capable := .root.Capabilities -}}
+{{- if and $values.resourceClaims (semverCompare "<1.34.0-0" $capable.KubeVersion.Version) (not ($capable.APIVersions.Has "resource.k8s.io/v1beta1")) }}
+{{- fail (printf "resourceClaims of the workers of %s need Kubernetes 1.34, or 1.32 with the API resource.k8s.io/v1beta1. This is %s without it, which would start the workers without GPUs: give a resource in resources.limits. (Without a cluster, helm template has --kube-version and --api-versions.)" .where $capable.KubeVersion.Version) }}
 {{- end -}}
 {{- if and (gt $gpus 1) (ne $values.engine "vllm") }}
 {{- fail (printf "The workers of %s have %d GPUs, and engine %s computes on one: the others would stay idle. Set engine to vllm, or more replicas with one GPU each." .where $gpus $values.engine) }}
