@@ -62,6 +62,12 @@ class Cluster:
             _return_http_data_only=True,
         )
 
+    # The server.
+
+    async def serves(self, group: str) -> bool:
+        """Return whether the server has an API group."""
+        return group in [one["name"] for one in (await self.request("GET", "/apis"))["groups"]]
+
     # Pools.
 
     async def create_pool(self, pool: dict[str, Any], **query: Any) -> dict[str, Any]:

@@ -234,6 +234,10 @@ MATRIX: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"operator": {"enabled": True}, "poolDefaults": {"shards": 3, "drainingShards": [2]}},
         (),
     ),
+    "workers scaled by an adapter's metrics": (
+        {"poolDefaults": {"workers": {"autoscaling": {"hpa": True}}}},
+        (),
+    ),
     "vLLM": (example("values-vllm-8b"), ()),
     "vLLM on several GPUs": (example("values-vllm-70b"), ()),
     "vLLM with the operator": (example("values-vllm-70b") | {"operator": {"enabled": True}}, ()),

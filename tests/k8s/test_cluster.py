@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import signal
 import subprocess
 from collections.abc import AsyncIterator
@@ -34,8 +35,9 @@ from tests.k8s.cluster import (
     namespace_of_test,
     token_of,
 )
-from tests.k8s.conftest import MATRIX
+from tests.k8s.conftest import EXAMPLES, MATRIX
 from tests.k8s.helm import CHART, find, helm3_program
+from tests.k8s.helm import objects as manifests
 from tests.k8s.operator_process import OperatorProcess
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, start_scheduler
 
@@ -787,6 +789,35 @@ async def test_the_api_server_takes_everything_that_the_chart_renders(
     assert pods >= 3
 
 
+async def test_the_api_server_takes_the_plain_server_of_vllm(cluster: Cluster) -> None:
+    for made in manifests((EXAMPLES / "vllm-serve.yaml").read_text(encoding="utf-8")):
+        taken = await apply(
+            cluster, path_of(made, cluster.namespace), made, fieldValidation="Strict", dryRun="All"
+        )
+        assert taken["kind"] == made["kind"]
+        if "template" in made["spec"]:
+            await admits_its_pod(cluster, made["spec"]["template"])
+
+
+async def test_workers_get_the_gpus_that_they_claim_or_are_refused(
+    cluster: Cluster, helm3: Any, tmp_path: Path
+) -> None:
+    workers = {"resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "one"}]}
+    pool = {"name": "demo", "model": "m", "target": {"path": "t"}, "workers": workers}
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps({"pools": [pool]}), encoding="utf-8")
+    install = ("install", "demo", str(CHART), "--values", str(values))
+
+    if not await cluster.serves("resource.k8s.io"):  # before 1.34, unless it is turned on
+        assert "would start the workers without GPUs" in await helm(cluster, *install, succeeds=False)
+        return
+    await helm(cluster, *install)
+
+    made = await cluster.deployment(NAME)
+    assert made is not None
+    assert made["spec"]["template"]["spec"]["resourceClaims"] == workers["resourceClaims"]
+
+
 async def test_helm_installs_upgrades_and_removes_it(cluster: Cluster, helm3: Any) -> None:
     """A number of workers that was set by hand: an upgrade sets a Deployment's back, and leaves a
     SpeculativePool's."""
@@ -829,6 +860,26 @@ async def test_an_upgrade_that_turns_autoscaling_on_begins_with_what_is_there(
     await helm(cluster, "upgrade", "demo", str(CHART), "--set", "gateway.autoscaling.enabled=true")
 
     assert await cluster.replicas("demo-laps-sd-demo-gateway") == 3
+
+
+async def test_another_number_of_schedulers_restarts_no_worker(cluster: Cluster, helm3: Any) -> None:
+    await helm(cluster, "install", "demo", str(CHART))
+    before = await cluster.deployment(NAME)
+    await helm(cluster, "upgrade", "demo", str(CHART), "--set", "scheduler.replicas=3")
+
+    after = await cluster.deployment(NAME)
+    assert before is not None and after is not None
+    assert after["metadata"]["generation"] == before["metadata"]["generation"]
+
+
+async def test_an_upgrade_that_removes_a_pool_is_refused(cluster: Cluster, helm3: Any) -> None:
+    pools = [f"pools[{i}].name={name},pools[{i}].model=laps-sd-demo" for i, name in enumerate("ab")]
+    await helm(cluster, "install", "demo", str(CHART), "--set", ",".join(pools))
+
+    refused = await helm(cluster, "upgrade", "demo", str(CHART), "--set", pools[0], succeeds=False)
+
+    assert 'The pool "b" is in the release and not in the values' in refused
+    assert await cluster.deployment("demo-laps-sd-b-worker") is not None
 
 
 async def helm(cluster: Cluster, *arguments: str, succeeds: bool = True) -> str:
