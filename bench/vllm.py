@@ -17,7 +17,9 @@ token ids of prompts; without any hint also with that switched off.
   * clock: one OpenAI server of vLLM for each mode, the same requests in turn.
   * shape (only if named): on the clock, a model of a real shape with weights at random (`--shape`, Llama 3 8B) in
     vLLM's engine core, without drafts; bursts and Poisson arrivals, with and without async scheduling. Lengths are
-    recorded (`--lengths`) or drawn, and no scheduler can see them. It is for GPUs, and starts without torch.compile.
+    recorded (`--lengths`) or drawn, and no scheduler can see them. It is for GPUs.
+  * computed (only if named): the same requests and modes on vLLM's real schedulers without a model, on a virtual
+    clock; the time of a step is a formula (`--step-times`). It explains what shape measured, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from bench._vllm.decisions import COMPILED, INTERPRETED
 from bench._vllm.goals import goals, verdict
 from bench._vllm.hidden_lengths import drawn_answers, recorded_answers
 from bench._vllm.modes import CLOCK
-from bench._vllm.options import arguments, public
+from bench._vllm.options import BY_NAME, arguments, public
 from bench._vllm.tables import tables
 from bench.report import about, finish, progress
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
@@ -49,6 +51,9 @@ BUDGET = 640
 MOST_PROMPT = 1024
 SHAPE_BUDGET = 4096
 """Tokens of a step with a model of a shape, at most."""
+COMPUTED_KV_TOKENS = 466_544
+"""KV of the virtual device: what an H100 had left beside an 8B model."""
+STEP_PARTS = ("decode_ms", "decode_row_ms", "mixed_ms", "mixed_token_ms")
 DRAFT_LEN = 4
 END_TOKEN = 2
 
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         partial.unlink(missing_ok=True)
     tables(rows)
     met, summary = verdict(goals(rows))
-    if rows and set(options.parts) == {"shape"}:
+    if rows and set(options.parts) <= set(BY_NAME):
         met, summary = True, f"{len(rows)} runs; no goal is for them"
     return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
 
@@ -105,8 +110,9 @@ def _measured(
     options: Any, setup: dict[str, Any], folder: Path, described: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts."""
-    if "shape" in options.parts:
-        yield from _on_shape(options, folder, described)
+    for part in BY_NAME:
+        if part in options.parts:
+            yield from _on_shape(part, options, folder, described)
     if "steps" in options.parts:
         with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
@@ -145,7 +151,7 @@ def _measured(
             yield from on_clock.measure(servers, options.clock_count, seeds, options.load, setup)
 
 
-def _on_shape(options: Any, folder: Path, described: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _on_shape(part: str, options: Any, folder: Path, described: dict[str, Any]) -> Iterator[dict[str, Any]]:
     began_s = time.monotonic()
     vocab = PAIRS[options.shape][0].vocab
     if options.lengths is not None:
@@ -153,7 +159,7 @@ def _on_shape(options: Any, folder: Path, described: dict[str, Any]) -> Iterator
     else:
         answers = drawn_answers(vocab=vocab, most_prompt=MOST_PROMPT)
     setup = {
-        "kind": "shape",
+        "kind": part,
         "folder": str(folder),
         "shape": options.shape,
         "slots": options.shape_slots,
@@ -164,25 +170,29 @@ def _on_shape(options: Any, folder: Path, described: dict[str, Any]) -> Iterator
         "little_memory": False,
         "dtype": options.dtype,
         "eager": options.eager,
+        "quick_start": options.shape_quick_start,
+        "step_times": dict(zip(STEP_PARTS, options.step_times, strict=True)),
+        "kv_tokens": COMPUTED_KV_TOKENS,
         "threads": 1,
     }
-    with _driver(options.vllm, setup, folder, "shape", (options.compiled or ROOT).resolve()) as peer:
+    with _driver(options.vllm, setup, folder, part, (options.compiled or ROOT).resolve()) as peer:
         version = peer.ready()
         ready_s, on = time.monotonic() - began_s, peer.ask({"task": "about"})
         described |= {
             "vllm": version,
-            "shape": {name: setup[name] for name in ("shape", "slots", "residents", "tokens", "max_length", "budget")}
-            | {"lengths": "drawn" if options.lengths is None else "recorded", "ready_s": round(ready_s, 1)}
+            part: {name: setup[name] for name in ("shape", "slots", "residents", "tokens", "max_length", "budget")}
+            | {"load": options.shape_load, "quick_start": options.shape_quick_start, "lengths": "drawn" if options.lengths is None else "recorded", "ready_s": round(ready_s, 1)}
             | on,
         }  # fmt: skip
-        progress(f"vLLM {version} is ready after {ready_s:.0f} s: {json.dumps(described['shape'])}")
+        progress(f"vLLM {version} is ready after {ready_s:.0f} s: {json.dumps(described[part])}")
         plan = on_shape.Plan(
             count=options.shape_count,
             seeds=range(options.shape_first_seed, options.shape_first_seed + options.shape_seeds),
             tokens=options.shape_tokens,
-            load=options.load,
+            load=options.shape_load,
             slots=options.shape_slots,
             until_s=began_s + options.shape_seconds,
+            measured=part,
         )
         wanted = {"on": (True,), "off": (False,), "both": (True, False)}[options.shape_async]
         ahead = [how for how in wanted if on["async"] or not how]

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench._vllm.computed_driver import ComputedRuns
 from bench._vllm.in_core import (
     LITTLE_MEMORY,
     about_core,
@@ -266,6 +267,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "decisions": Decisions,
     "worker": WorkerRuns,
     "shape": ShapeRuns,
+    "computed": ComputedRuns,
 }
 
 

@@ -13,15 +13,20 @@ from typing import Any
 from bench._peers import Peer
 from bench._vllm.figures import figures
 from bench._vllm.hidden_lengths import Answer, Answers, workload_of
-from bench._vllm.modes import LEARNT, MODES, NO_HINT, OURS, Mode
+from bench._vllm.modes import FCFS, LEARNT, MODES, NO_HINT, OURS, PRIORITY, SHORTEST, Mode
 from bench._vllm.workload import guessed, requests_of
 from bench.report import progress
 
 SMOKE_COUNT, SMOKE_LENGTH = 8, 24
 WARM_LENGTH = 48
 LEARN_COUNT = 600
-ON_SHAPE = (MODES[0], MODES[1], *OURS, replace(OURS[0], name=NO_HINT + LEARNT, learnt=True))
-"""The first one is first in each setting: its full batches give the speed that a load is a share of."""
+ON_SHAPE = (
+    *(mode for mode in MODES if mode.name in (FCFS, PRIORITY, SHORTEST)),
+    *OURS,
+    replace(OURS[0], name=NO_HINT + LEARNT, learnt=True),
+)
+"""The full batches of the first one in a burst give the speed that the load after it is a share of. The true lengths
+show how much an order could gain at all."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Plan:
     """Time of `time.monotonic` from which on no further run begins."""
     within_s: float = 2.0
     """Seconds over which a burst arrives."""
+    measured: str = "shape"
+    """How the rows are called: shape, or computed."""
 
 
 def measure(
@@ -55,7 +62,7 @@ def measure(
     for how in ahead:
         for mode in (ON_SHAPE[0], OURS[0]):
             _run(peer, mode, warm, [0.0] * len(warm), 0, how, "", folder)
-    tokens_per_s = 1.0
+    tokens_per_s, runs = 1.0, 0
     for how in ahead:
         suffix = "" if how else ", not async"
         for seed in plan.seeds:
@@ -66,16 +73,18 @@ def measure(
                     arrivals = [at * plan.within_s / plan.count for at in range(plan.count)]
                 else:
                     arrivals = _poisson(chosen, tokens_per_s * plan.load, seed)
-                others = list(ON_SHAPE[1:])
-                random.Random(f"{setting}/{seed}").shuffle(others)
-                for mode in (ON_SHAPE[0], *others):
+                # FCFS is not always first: what a run takes may depend on how many came before.
+                modes = list(ON_SHAPE)
+                random.Random(f"{setting}/{seed}").shuffle(modes)
+                for mode in modes:
                     if time.monotonic() > plan.until_s:
                         progress("the time for this part is over")
                         return
                     speed, row = _run(peer, mode, chosen, arrivals, seed, how, setting + suffix, folder)
                     if burst and mode is ON_SHAPE[0]:
                         tokens_per_s = speed
-                    yield row
+                    runs += 1
+                    yield row | {"measured": plan.measured, "run": runs}
 
 
 def _cut(answers: Sequence[Answer], most: int) -> list[Answer]:
@@ -153,13 +162,20 @@ def _run(
         "full_tokens_per_s": full_speed and round(full_speed, 1),
         "full_step_ms": found["full_step_ms"] and round(found["full_step_ms"], 3),
         **{name: found[name] for name in ("steps", "full_steps", "pauses", "evictions")},
+        **{
+            name: found[name] and round(found[name], 3)
+            for kind in ("decode", "mixed")
+            for name in (f"{kind}_step_ms", f"{kind}_launch_ms", f"{kind}_s")
+        },
+        **{name: found[name] for name in ("decode_steps", "mixed_steps")},
         "scheduler_ms": round(found["scheduler_ms"], 4),
         "cpu_ms": round(found["cpu_ms"], 4),
     }
     if setting:
         progress(
             f"{setting}, seed {seed}: {mode.name}, mean {row['mean']:.2f} s, p99 {row['p99']:.2f} s, first token"
-            f" {row['first_token']:.2f} s, {row['tokens_per_s']:.0f} tokens/s, scheduler {row['scheduler_ms']:.2f} ms"
-            f" of CPU a step"
+            f" {row['first_token']:.2f} s, {row['tokens_per_s']:.0f} tokens/s; {row['decode_steps']} steps without prompts"
+            f" took {row['decode_s']:.2f} s, {row['mixed_steps']} with {row['mixed_s']:.2f} s; scheduler"
+            f" {row['scheduler_ms']:.2f} ms of CPU a step"
         )
     return full_speed or speed, row

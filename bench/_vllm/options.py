@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from bench._shapes import PAIRS
 from bench.report import numbers
 
 PARTS = ("steps", "speed", "cost", "worker", "clock")
-BY_NAME = ("shape",)
-"""Parts that run only if they are named: they need a GPU to be of use."""
+BY_NAME = ("shape", "computed")
+"""Parts that run only if they are named: one needs a GPU to be of use, and the other one measures nothing."""
+STEP_TIMES_MS = (6.7, 0.015, 8.5, 0.03)
+"""Of `computed`: a step without prompts, more for each request of it; a step with one, more for each token of it. The
+first two fit an 8B shape on an H100; the others are estimates for vLLM's default compilation."""
 
 
 def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -44,11 +48,17 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     )
     parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
     parser.add_argument("--shape", default="8b", choices=sorted(PAIRS), help="of the model (default 8b)")
-    parser.add_argument("--shape-slots", type=int, default=64, help="requests of a step (default 64)")
+    parser.add_argument("--shape-slots", type=int, default=32, help="requests of a step (default 32)")
     parser.add_argument(
-        "--shape-residents", type=int, default=256, help="requests with KV at most (default 256)"
+        "--shape-residents", type=int, default=128, help="requests with KV at most (default 128)"
     )
-    parser.add_argument("--shape-count", type=int, default=300, help="requests of a run (default 300)")
+    parser.add_argument("--shape-count", type=int, default=400, help="requests of a run (default 400)")
+    parser.add_argument(
+        "--shape-load",
+        type=float,
+        default=1.2,
+        help="of shape's other arrivals; below 1 hardly any request waits in a large step (default 1.2)",
+    )
     parser.add_argument("--shape-seeds", type=int, default=3, help="seeds of shape (default 3)")
     parser.add_argument("--shape-first-seed", type=int, default=1, help="the first of them (default 1)")
     parser.add_argument(
@@ -59,6 +69,20 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         default="both",
         choices=("on", "off", "both"),
         help="vLLM's async scheduling (default: both, where it has that)",
+    )
+    parser.add_argument(
+        "--shape-quick-start",
+        action="store_true",
+        help="shape without torch.compile, and with CUDA graphs for steps without prompts only: it starts within a minute,"
+        " and a step with a part of a prompt is two to three times slower (default: as vLLM compiles by itself)",
+    )
+    parser.add_argument(
+        "--step-times",
+        type=milliseconds,
+        default=STEP_TIMES_MS,
+        metavar="A,B,C,D",
+        help="of computed, ms: A + B for each request without prompts, C + D for each token with them (default"
+        f" {','.join(f'{time:g}' for time in STEP_TIMES_MS)})",
     )
     parser.add_argument(
         "--shape-seconds", type=float, default=float("inf"), metavar="S",
@@ -88,9 +112,22 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         parser.error("--shape-slots, --shape-count, --shape-seeds and --shape-tokens must be 1 at least")
     if options.shape_residents < options.shape_slots:
         parser.error("--shape-residents must be --shape-slots at least")
+    if not 0 < options.shape_load < math.inf:
+        parser.error("--shape-load must be above 0")
     if not 0 < options.load < 1:
         parser.error("--load must be between 0 and 1")
     return options
+
+
+def milliseconds(text: str) -> tuple[float, ...]:
+    """Return the four times of `--step-times`. Raises argparse.ArgumentTypeError."""
+    try:
+        times = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        times = ()
+    if len(times) != len(STEP_TIMES_MS) or not all(0 <= time < math.inf for time in times) or not times[0]:
+        raise argparse.ArgumentTypeError(f"must be four times in ms, the first above 0, got {text!r}")
+    return times
 
 
 def public(given: Sequence[str]) -> list[str]:

@@ -34,7 +34,7 @@ from bench._vllm.replay import Recorded, ReplayExecutor
 
 END_TOKEN, OTHER_TOKEN = 2, 3
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-"""Batches for which CUDA graphs are captured, up to the size of a step."""
+"""Batches for which CUDA graphs are captured at a quick start, up to the size of a step."""
 LEARN_STEP_S = 0.010
 """Time of a step without a model, on the clock of LAPS-SD."""
 IDLE_S = 0.001
@@ -42,21 +42,98 @@ IDLE_S = 0.001
 
 
 @dataclass
-class _Run:
+class Run:
     """Outcome of a burst; times are seconds since its begin."""
 
     first_s: list[float]
     end_s: list[float]
     lengths: list[int]
     steps: int = 0
+    mixed_steps: int = 0
+    """Steps with a part of a prompt."""
     tokens: int = 0
     unfinished: int = 0
     full_s: float = 0.0
     full_tokens: int = 0
     full_step_s: list[float] = field(default_factory=list)
     """Times of the steps in which at least a full batch waited."""
+    decode_step_s: list[float] = field(default_factory=list)
+    mixed_step_s: list[float] = field(default_factory=list)
+    """Times from one outcome to the next. Mixed: in this time a step with a part of a prompt ended or was launched;
+    with async scheduling these are two of them, and the longer one depends on whether its launch takes longer."""
+    decode_launch_s: list[float] = field(default_factory=list)
+    mixed_launch_s: list[float] = field(default_factory=list)
+    """Times until a step was with the device."""
+    lasted_s: float = 0.0
+    cpu_s: float = 0.0
+    """CPU time of the process."""
     scheduler_s: float = 0.0
     """CPU time of the scheduler."""
+    _touched_mixed: bool = False
+
+    def launched(self, scheduler_output: Any, launch_s: float) -> None:
+        """Take in the launch of a step."""
+        mixed = is_mixed(scheduler_output)
+        self._touched_mixed |= mixed
+        (self.mixed_launch_s if mixed else self.decode_launch_s).append(launch_s)
+
+    def ended(self, scheduler_output: Any) -> None:
+        """Take in the kind of a step that is over."""
+        mixed = is_mixed(scheduler_output)
+        self._touched_mixed |= mixed
+        self.mixed_steps += mixed
+
+    def count(self, step_s: float, *, full: bool, tokens: int) -> None:
+        """Take in the time since the outcome before, and the tokens that this one brought."""
+        self.steps += 1
+        (self.mixed_step_s if self._touched_mixed else self.decode_step_s).append(step_s)
+        self._touched_mixed = False
+        if full:
+            self.full_step_s.append(step_s)
+            self.full_s += step_s
+            self.full_tokens += tokens
+
+    def _mixed_step_ms(self) -> float | None:
+        """Return the mean time of a mixed step: what all of them added to the median of the others."""
+        if not self.mixed_steps or not self.decode_step_s:
+            return None
+        usual_s = statistics.median(self.decode_step_s)
+        more_s = sum(self.mixed_step_s) - usual_s * len(self.mixed_step_s)
+        return 1e3 * (usual_s + more_s / self.mixed_steps)
+
+    def answer(self, requests: Sequence[Mapping[str, Any]], scheduler: Any) -> dict[str, Any]:
+        """Return all of it in JSON, and end the scheduler."""
+        worker: Any = getattr(scheduler, "one_worker", None)
+        scheduler.shutdown()
+        arrivals = [request["arrival"] for request in requests]
+        steps = max(1, self.steps)
+        return {
+            "latencies": [end - arrival for end, arrival in zip(self.end_s, arrivals, strict=True)],
+            "first_token": [first - arrival for first, arrival in zip(self.first_s, arrivals, strict=True)],
+            "lengths": self.lengths,
+            "lasted_s": self.lasted_s,
+            "steps": self.steps,
+            "full_steps": len(self.full_step_s),
+            "full_s": self.full_s,
+            "full_tokens": self.full_tokens,
+            "full_step_ms": _median_ms(self.full_step_s),
+            "decode_steps": self.steps - self.mixed_steps,
+            "decode_step_ms": _median_ms(self.decode_step_s),
+            "decode_launch_ms": _median_ms(self.decode_launch_s),
+            "decode_s": sum(self.decode_step_s),
+            "mixed_steps": self.mixed_steps,
+            "mixed_step_ms": self._mixed_step_ms(),
+            "mixed_launch_ms": _median_ms(self.mixed_launch_s),
+            "mixed_s": sum(self.mixed_step_s),
+            "scheduler_ms": 1e3 * self.scheduler_s / steps,
+            "cpu_ms": 1e3 * self.cpu_s / steps,
+            "pauses": worker.paused if worker else 0,
+            "evictions": getattr(scheduler, "evictions", 0),
+        }
+
+
+def _median_ms(times_s: Sequence[float]) -> float | None:
+    return 1e3 * statistics.median(times_s) if times_s else None
 
 
 class ShapeRuns:
@@ -88,9 +165,10 @@ class ShapeRuns:
         }
         if setup["little_memory"] or on_cpu():
             arguments |= LITTLE_MEMORY
-        if not setup["eager"] and not on_cpu():
+        if setup["quick_start"] and not setup["eager"] and not on_cpu():
             sizes = [size for size in GRAPH_SIZES if size < self._slots] + [self._slots]
-            # CUDA graphs without torch.compile, which takes a minute to start.
+            # No torch.compile, which takes a minute, and CUDA graphs of decode-only steps alone. A mixed step is
+            # then launched kernel by kernel.
             arguments["compilation_config"] = {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -142,8 +220,9 @@ class ShapeRuns:
         ahead = bool(asked["ahead"])
         scheduler, requests = self._begin(asked, ahead=ahead)
         count = len(requests)
-        run = _Run([0.0] * count, [0.0] * count, [0] * count)
+        run = Run([0.0] * count, [0.0] * count, [0] * count)
         self._watch(scheduler, run)
+        self._core.model_executor = _Launching(self._executor, run)
         step = self._core.step_with_batch_queue if ahead else self._core.step
         gc.collect()
         at, cpu_s = 0, time.process_time()
@@ -161,36 +240,15 @@ class ShapeRuns:
             outputs, executed = step()
             self._core.post_step(executed)
             ended_s = time.perf_counter()
-            self._take(outputs, run, ended_s - began_s)
+            take_outputs(outputs, run, ended_s - began_s)
             if outputs is not None:
-                run.steps += 1
-                if full:
-                    run.full_step_s.append(ended_s - last_s)
-                    run.full_s += ended_s - last_s
-                    run.full_tokens += run.tokens - tokens
+                run.count(ended_s - last_s, full=full, tokens=run.tokens - tokens)
                 last_s = ended_s
             if not executed and scheduler.has_requests():
                 time.sleep(IDLE_S)  # as vLLM's engine process does
-        lasted_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
-        worker: Any = getattr(scheduler, "one_worker", None)
-        scheduler.shutdown()
-        arrivals = [request["arrival"] for request in requests]
-        steps = max(1, run.steps)
-        return {
-            "latencies": [end - arrival for end, arrival in zip(run.end_s, arrivals, strict=True)],
-            "first_token": [first - arrival for first, arrival in zip(run.first_s, arrivals, strict=True)],
-            "lengths": run.lengths,
-            "lasted_s": lasted_s,
-            "steps": run.steps,
-            "full_steps": len(run.full_step_s),
-            "full_s": run.full_s,
-            "full_tokens": run.full_tokens,
-            "full_step_ms": 1e3 * statistics.median(run.full_step_s) if run.full_step_s else None,
-            "scheduler_ms": 1e3 * run.scheduler_s / steps,
-            "cpu_ms": 1e3 * cpu_s / steps,
-            "pauses": worker.paused if worker else 0,
-            "evictions": getattr(scheduler, "evictions", 0),
-        }
+        run.lasted_s, run.cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        self._core.model_executor = self._executor
+        return run.answer(requests, scheduler)
 
     def _begin(self, asked: Mapping[str, Any], *, ahead: bool) -> tuple[Any, Sequence[dict[str, Any]]]:
         if ahead and not self._ahead:
@@ -217,22 +275,17 @@ class ShapeRuns:
         self._core.scheduler = scheduler
         return scheduler, requests
 
-    def _watch(self, scheduler: Any, run: _Run) -> None:
-        """Add the CPU time of the scheduler's two calls in each step."""
+    def _watch(self, scheduler: Any, run: Run) -> None:
+        """Add the CPU time of the scheduler's two calls in each step, and note what kind of step is over."""
         for name in ("schedule", "update_from_output"):
             setattr(scheduler, name, _timed(getattr(scheduler, name), run))
+        update = scheduler.update_from_output
 
-    def _take(self, outputs: Mapping[int, Any] | None, run: _Run, now_s: float) -> None:
-        for batch in (outputs or {}).values():
-            for one in batch.outputs:
-                number = int(one.request_id.split("-")[1])
-                if one.new_token_ids and not run.lengths[number]:
-                    run.first_s[number] = now_s
-                run.lengths[number] += len(one.new_token_ids)
-                run.tokens += len(one.new_token_ids)
-                if one.finish_reason is not None:
-                    run.end_s[number] = now_s
-                    run.unfinished -= 1
+        def and_note(scheduler_output: Any, model_output: Any) -> Any:
+            run.ended(scheduler_output)
+            return update(scheduler_output, model_output)
+
+        scheduler.update_from_output = and_note
 
     def _add(self, scheduler: Any, number: int, request: Mapping[str, Any]) -> None:
         from vllm import SamplingParams
@@ -249,7 +302,50 @@ class ShapeRuns:
         scheduler.add_request(made)
 
 
-def _timed(call: Any, run: _Run) -> Any:
+class _Launching:
+    """vLLM's executor, with the time that it takes until a step is with the device."""
+
+    def __init__(self, executor: Any, run: Run) -> None:
+        self._executor, self._run = executor, run
+        self._launching: Any = None
+        self._since_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._launching, self._since_s = scheduler_output, time.perf_counter()
+        return self._executor.execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._executor.sample_tokens(*args, **kwargs)
+        self._run.launched(self._launching, time.perf_counter() - self._since_s)
+        return found
+
+
+def is_mixed(scheduler_output: Any) -> bool:
+    """Return whether a step computes a part of a prompt. Without draft tokens all other requests compute one
+    token each, and then vLLM can run a CUDA graph of the whole step.
+    """
+    tokens: int = scheduler_output.total_num_scheduled_tokens
+    return tokens > len(scheduler_output.num_scheduled_tokens)
+
+
+def take_outputs(outputs: Mapping[int, Any] | None, run: Run, now_s: float) -> None:
+    """Take in what a step brought to each request."""
+    for batch in (outputs or {}).values():
+        for one in batch.outputs:
+            number = int(one.request_id.split("-")[1])
+            if one.new_token_ids and not run.lengths[number]:
+                run.first_s[number] = now_s
+            run.lengths[number] += len(one.new_token_ids)
+            run.tokens += len(one.new_token_ids)
+            if one.finish_reason is not None:
+                run.end_s[number] = now_s
+                run.unfinished -= 1
+
+
+def _timed(call: Any, run: Run) -> Any:
     def and_count(*args: Any, **kwargs: Any) -> Any:
         began_s = time.thread_time()
         try:

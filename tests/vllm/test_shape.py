@@ -48,6 +48,7 @@ def test_every_mode_serves_all_requests_to_their_lengths(
             "little_memory": True,
             "dtype": "auto",
             "eager": True,
+            "quick_start": False,
         }
     )
     peer: Any = InThisProcess(runs)
@@ -61,3 +62,7 @@ def test_every_mode_serves_all_requests_to_their_lengths(
     assert sum(row["pauses"] for row in measured if row["mode"] == OURS[2].name) > 0
     bursts = [row for row in measured if row["setting"].startswith("burst")]
     assert all(row["full_tokens_per_s"] > 0 and row["scheduler_ms"] > 0 for row in bursts)
+    assert all(row["mixed_steps"] > 0 and row["decode_steps"] > row["mixed_steps"] for row in measured)
+    assert all(row["mixed_steps"] + row["decode_steps"] == row["steps"] for row in measured)
+    assert all(row["mixed_launch_ms"] > 0 and row["decode_launch_ms"] > 0 for row in bursts)
+    assert [row["run"] for row in measured] == list(range(1, 1 + len(measured)))
