@@ -9,7 +9,7 @@ ranks that are one step old.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import vllm
@@ -29,7 +29,7 @@ from laps_vllm.hints import hints_of
 from laps_vllm.learnt_file import LearntFile, new_priors
 from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
-from laps_vllm.one_worker import OneWorker, RequestNow
+from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.pausing import Pausing, Row, schedules_ahead
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import check_names, check_version
@@ -52,6 +52,9 @@ OBSERVE_S = 1.0
 """Time between two looks at the queue for the metrics."""
 IDLE_KEEP_S = 1.0
 """Time between two copies of what was learnt when no request is left: the process may end now."""
+
+JOIN_ONE_IN = 16
+"""Places of a full step for each request that joins it at a time (decision 0054): our choice."""
 
 
 class Laps(Pausing):
@@ -90,6 +93,8 @@ class Laps(Pausing):
         self._last_end_s = self._decided_s = self.clock()
         self._observed_s = self._kept_s = self._last_end_s
         self._seen_pauses = self._seen_evictions = 0
+        self._held_steps = 0
+        """Steps for which waiting requests have been held back."""
         self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
         """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
@@ -177,6 +182,19 @@ class Laps(Pausing):
     def others(self) -> Iterable[Request]:
         """Return the requests of the assignment, best first; see `Pausing`."""
         return (self.requests[name] for name in self.one_worker.ranked(self._now))
+
+    def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
+        """Return the waiting requests that join the step. Few of them wait for more to join a full step with
+        them, `MOST_REPORT_STEPS` steps at most: a step with a prompt in it takes longer for all of its requests.
+        """
+        admitted = super()._admitted(chosen)
+        places = self.max_num_active_reqs
+        few = 0 < len(admitted) < places // JOIN_ONE_IN
+        if few and len(chosen) == places and self._held_steps < MOST_REPORT_STEPS:
+            self._held_steps += 1
+            return []
+        self._held_steps = 0
+        return admitted
 
     def rank_key(self, request: Request) -> Any:
         """Return the request's rank; one that the core does not know comes last."""

@@ -84,7 +84,7 @@ def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(asynchrono
 
     run(server, jobs, check=True)
 
-    assert server.scheduler.evictions > 0
+    assert server.scheduler.one_worker.paused > 0
 
 
 @BOTH
@@ -329,3 +329,51 @@ def kept_facts(features: bytes) -> list[str]:
     gc.collect()
     every = gc.get_objects()
     return [one.request_id for one in every if type(one) is RequestFacts and one.length_features == features]
+
+
+def test_a_full_step_is_joined_by_several_at_a_time() -> None:
+    """A prompt makes a step longer for all of its requests. 1 of 32 places is filled after 4 steps, 2 at once."""
+    server = laps(slots=32, residents=64)
+    names = [server.add(Job(0, 8, 300)) for _ in range(40)]
+    server.step()
+    assert server.run_sizes == [32]
+    running = [request.request_id for request in server.scheduler.running]
+
+    server.abort(running[0])
+    for _ in range(6):
+        server.step()
+    assert server.run_sizes[1:] == [31, 31, 31, 31, 32, 32]
+
+    server.abort(running[1])
+    server.abort(running[2])
+    server.step()
+    assert server.run_sizes[-1] == 32
+
+    for name in [*names[32:], *running[3:8]]:
+        server.abort(name)
+    before = len(server.scheduler.running)
+    server.add(Job(0, 8, 300))
+    server.step()
+    assert before < 31, "the step is not full"
+    assert server.run_sizes[-1] == before + 1
+
+
+def test_a_small_step_is_joined_at_once() -> None:
+    server = laps(slots=8, residents=32)
+    for _ in range(12):
+        server.add(Job(0, 8, 300))
+    server.step()
+    server.abort(server.scheduler.running[0].request_id)
+    server.step()
+
+    assert server.run_sizes == [8, 8]
+
+
+@BOTH
+def test_all_is_well_where_requests_join_together(asynchronous: bool) -> None:
+    jobs = burst(200, seed=4)
+    server = laps(slots=32, residents=64, blocks=600, asynchronous=asynchronous)
+    outcome = run(server, jobs, check=True)
+
+    assert len(outcome.latency_s) == 200
+    assert server.scheduler.one_worker.paused > 0
