@@ -29,6 +29,7 @@ from bench._evidence.results import Results, newest, source_of
 from bench._evidence.scope import data, limits, paper
 from bench._evidence.services import carried, deciding, policy_rows, served
 from bench._evidence.vllm import inside_vllm
+from bench._evidence.vllm_on_gpu import vllm_on_gpu
 from bench.figures import draw_overview, draw_regime, ratios
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,7 @@ MEASURED = {
     "engine-table": engine_table,
     "engine-on-gpu": on_gpu,
     "vllm": inside_vllm,
+    "vllm-on-gpu": vllm_on_gpu,
     "gateway": carried,
 }
 """Benchmarks of real processes, each with the function that writes its section."""

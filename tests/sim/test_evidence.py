@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from bench._evidence import vllm_on_gpu as vllm_on_gpu_section
 from bench._evidence.engine_table import engine_table
 from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.multi_turn import conversing
@@ -447,6 +448,50 @@ def test_the_readme_has_the_figures_of_the_newest_results(tmp_path):
     assert with_figures(changed, measured) == text, "nothing outside of the comments is touched"
     with pytest.raises(ValueError, match="no place"):
         with_figures("text", measured)
+
+
+def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(tmp_path, monkeypatch):
+    def row(mode, mean, steps=1000, **more):
+        return {
+            "measured": "shape", "setting": "burst of 200", "requests": 200, "seed": 1, "mode": mode, "mean": mean, "p50": mean, "p99": 3 * mean, "first_token": 0.5,
+            "lasted_s": 8.0, "tokens": 30_000, "steps": steps, "tokens_per_s": 3500.0, "full_tokens_per_s": 6000.0, "scheduler_ms": 0.5, "cpu_ms": 5.0, **more,
+        }  # fmt: skip
+
+    worker = {"measured": "worker", "seed": 0, "worker_speed": 1000.0}
+    rows = [
+        row("vLLM, fcfs", 2.0),
+        row("LAPS-SD, class", 2.5),
+        worker | {"mode": "vLLM alone", "same_texts": 100},
+        worker | {"mode": "worker, coupled", "same_texts": 99},
+        {"measured": "tests", "what": "one.py", "dtype": "bfloat16", "invariant": True, "passed": 8, "skipped": 1, "failed": 0},
+    ]  # fmt: skip
+    on = {"shape": "8b", "dtype": "bfloat16", "compilation": "NONE", "cuda_graphs": "FULL_DECODE_ONLY", "slots": 64, "residents": 256, "budget": 4096}  # fmt: skip
+    about = {"command": "laps-sd bench vllm", "date": "2026-01-02", "machine": "One GPU.", "vllm": "0.32.0", "shape": on}  # fmt: skip
+    fit = {"computed": "fit", "decode_ms": 6.8, "mixed_ms": 20, "p99": 6.1, "mixed_steps": 100, "decode_steps": 900}  # fmt: skip
+    cell = {"computed": "cell", "setting": "burst of 400"}
+    computed = [
+        fit | {"mode": "vLLM, fcfs", "mean": 2.1},
+        {"computed": "equal costs", "mode": "vLLM, fcfs", "mean": 2.0},
+        {"computed": "equal costs", "mode": "LAPS-SD, class", "mean": 1.5},
+        *(cell | {"seed": seed, "mode": "vLLM, fcfs", "mean": 4.0, "p99": 8.0} for seed in (1, 2)),
+        *(cell | {"seed": seed, "mode": "LAPS-SD, class", "mean": 2.0, "p99": 9.0} for seed in (1, 2)),
+    ]
+    times = {"decode_row_ms": 0.015, "mixed_token_ms": 0.03, "fast_mixed_ms": 8.5, "slow_mixed_ms": 20}
+    found = results_of(
+        tmp_path, "vllm-computed", computed, command="laps-sd bench vllm", date="2026-01-02", **times
+    )
+    monkeypatch.setattr(vllm_on_gpu_section, "newest", lambda _: found)
+    text = "\n".join(vllm_on_gpu_section.vllm_on_gpu(results_of(tmp_path, "vllm-on-gpu", rows, **about)))
+
+    assert "1 seed, so there is no interval, and no order had a shorter mean than FCFS" in text
+    assert "| LAPS-SD, class | 2.50 |" in text
+    # (5.0 - 0.5) ms in each of 1,000 steps, of which 900 take 2.5.
+    assert "| vLLM, fcfs | 6.8 | 20 | 22 | 2.10 | 2.00 | 6.10 | 6.00 | 100 | 900 |" in text
+    assert "would be: LAPS-SD, class 0.75." in text
+    assert "| burst of 400 | 2 |" in text
+    assert "**0.50** ±0 % (*1.12* ±0 %)" in text
+    assert "99 of 100 texts of the worker" in text
+    assert "| one.py | bfloat16 | yes | 8 | 1 | 0 |" in text
 
 
 def test_a_gateway_carries_so_much_or_too_little(tmp_path):
