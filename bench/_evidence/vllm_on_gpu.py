@@ -23,7 +23,7 @@ FINDINGS = (
     "  FCFS at any place since then, and the next run shows the times and launches of both kinds of steps.",
     "- *What an order could gain.* Not much: a third of the requests is served before any waits, and the longest alone takes 850 of about 1,000 steps. An order that puts it last ends later. With twice",
     "  the requests and half the places the same orders gain a third.",
-    "- *Without a hint* LAPS-SD gains little over FCFS in bursts of such lengths: their standard deviation is 0.96 of the mean (0.46 to 0.55 within a source), and whoever serves the least served",
+    "- *Without a hint* LAPS-SD gains little over FCFS in bursts of such lengths: their standard deviation is 0.96 of the mean (0.46 to 0.55 within a source), and an order that serves the least served",
     "  first gains only where it is above the mean. It needs a class, a guess, or time to learn: at load 1.2 it gains, and its slowest 1 % wait longer, as under every order by length.",
 )
 """What follows from both tables; written by hand."""

@@ -21,7 +21,7 @@ from bench._vllm.workload import Workload
 FIRST_TOKEN = 3
 """Smaller ids are special tokens."""
 LEARNING_SHARE = 3
-"""One in so many answers of each kind is for learning beforehand, and comes in no run."""
+"""One in this number of answers of each kind is for learning beforehand, and comes in no run."""
 DRAWN = {"chat": (120, 0.8), "code": (240, 0.7), "short": (20, 0.6), "story": (360, 0.6)}
 """Median and σ of lognormal lengths, where none are recorded."""
 DRAWN_COUNT = 4000
@@ -92,7 +92,7 @@ def recorded_answers(file: Path, *, vocab: int, most_prompt: int) -> Answers:
 
 
 def drawn_answers(*, vocab: int, most_prompt: int) -> Answers:
-    """Return prompts at random, which say nothing about lengths, and lognormal lengths by kind."""
+    """Return prompts at random, which have no relation to lengths, and lognormal lengths by kind."""
     rng = random.Random("drawn")
     by_kind = {}
     for kind, (median, sigma) in DRAWN.items():

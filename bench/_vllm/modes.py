@@ -16,7 +16,7 @@ LEARNT = ", learnt before"
 
 @dataclass(frozen=True)
 class Mode:
-    """A scheduler, and what requests say about themselves."""
+    """A scheduler, and the hints that requests bring."""
 
     name: str
     scheduler: str
