@@ -33,6 +33,7 @@ async def stream(
     stub: Any,
     request: pb.GenerateRequest,
     *,
+    on_accepted: Callable[[Outcome], None] | None = None,
     on_tokens: Callable[[Outcome], Awaitable[None] | None] | None = None,
     timeout_s: float = 120.0,
 ) -> Outcome:
@@ -44,6 +45,8 @@ async def stream(
             case "accepted":
                 assert outcome.accepted is None, "accepted twice"
                 outcome.accepted = event.accepted
+                if on_accepted is not None:
+                    on_accepted(outcome)
             case "delta":
                 assert event.delta.first_token == len(outcome.tokens), "a gap or a repetition"
                 outcome.tokens += event.delta.token_ids

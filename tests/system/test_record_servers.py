@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -36,16 +37,24 @@ async def test_streams_go_on_over_a_replica_that_is_promoted(tmp_path: Path) -> 
         await in_step(replica)
         async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
+            accepted: set[str] = set()
             streaming: set[str] = set()
-            some_have_tokens = asyncio.Event()
+            time_for_the_fault = asyncio.Event()  # all are on the record, and some have tokens
 
-            def seen(outcome: Outcome) -> None:
-                streaming.add(outcome.request_id)
-                if len(streaming) >= 4:
-                    some_have_tokens.set()
+            def note(seen: set[str], outcome: Outcome) -> None:
+                seen.add(outcome.request_id)
+                if len(accepted) == STREAMS and len(streaming) >= 4:
+                    time_for_the_fault.set()
 
-            running = [asyncio.create_task(stream(stub, request, on_tokens=seen)) for request in requests]
-            await some_have_tokens.wait()
+            running = [
+                asyncio.create_task(
+                    stream(
+                        stub, request, on_accepted=partial(note, accepted), on_tokens=partial(note, streaming)
+                    )
+                )
+                for request in requests
+            ]
+            await time_for_the_fault.wait()
             ended_before = sum(task.done() for task in running)
             # From here on the replica lacks what is committed: more than any replica ever lags.
             await promote(replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -121,11 +122,16 @@ print(child(lambda: Client(sys.argv[1]).models()))
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 async def test_a_process_forked_after_the_first_call_refuses_clients(running: Running) -> None:
-    program = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", FORK, address(running), stdout=asyncio.subprocess.PIPE
+    # uvloop would start it by a fork of this process, in which gRPC's threads run.
+    program = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", FORK, address(running)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    output, _ = await asyncio.wait_for(program.communicate(), 60)
-    assert (program.returncode, output.decode().split()) == (0, ["0", "7", "7", "7"])
+    assert (program.returncode, program.stdout.split()) == (0, ["0", "7", "7", "7"])
 
 
 class TestEnds:
