@@ -334,6 +334,11 @@ async def test_a_shard_that_cannot_be_reached_does_not_hide_another(stack: Local
 
 async def test_a_worker_is_drained(stack: LocalStack) -> None:
     async with running(of(stack)) as (app, pilot):
+        # A scheduler that has just started has a worker's name from its hello, and its id before.
+        workers = app.query_one("#workers", Table)
+        await until(
+            pilot, lambda: any("worker-0 " in line for line in drawn(workers)), "its worker is connected"
+        )
         await pilot.press("d")
         assert "Drain worker worker-0?" in str(app.screen.query_one(".dialog", Static).content)
         await pilot.press("y")
