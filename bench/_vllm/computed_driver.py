@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bench._shapes import PAIRS
-from bench._vllm.in_core import core_request, model_output, scheduler_for
+from bench._vllm.in_core import model_output, save_learnt, scheduler_for
 from bench._vllm.shape_driver import (
-    END_TOKEN,
     LEARN_STEP_S,
     OTHER_TOKEN,
     Run,
     end_at_lengths,
     is_mixed,
+    shape_request,
     take_outputs,
     write_config,
 )
@@ -105,12 +105,8 @@ class ComputedRuns:
 
     def learn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Serve requests by LAPS-SD, and write what it learnt to the file `save`."""
-        from laps_vllm.learnt_file import LearntFile
-
         scheduler, _ = self._serve(asked, ahead=False, learning=True)
-        learnt = LearntFile(Path(asked["save"]))
-        learnt.keep(scheduler.one_worker.core.priors)
-        learnt.save()
+        save_learnt(scheduler, asked["save"])
         scheduler.shutdown()
         return {"learnt": len(asked["requests"])}
 
@@ -185,17 +181,9 @@ class ComputedRuns:
         return scheduler, run
 
     def _add(self, scheduler: Any, number: int, request: Mapping[str, Any]) -> None:
-        from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=self._tokens,
-            stop_token_ids=[END_TOKEN],
-            detokenize=False,
-            extra_args=request["hints"] or None,
-        )
-        asked = core_request(f"{self._runs}-{number}", request["ids"], params, priority=request["priority"])
+        asked = shape_request(f"{self._runs}-{number}", request, self._tokens)
         asked.arrival_time = request["arrival"]
         scheduler.add_request(Request.from_engine_core_request(asked, self._hasher))
 

@@ -28,6 +28,7 @@ from bench._vllm.in_core import (
     digest,
     dtype_of,
     parts_of,
+    save_learnt,
     scheduler_for,
 )
 from bench._vllm.replay import Recorded, ReplayExecutor
@@ -127,11 +128,7 @@ class Engine:
             self._recorded = [Recorded(text, trace) for text, trace in zip(texts, traces, strict=True)]
         worker: Any = getattr(scheduler, "one_worker", None)
         if asked.get("save"):
-            from laps_vllm.learnt_file import LearntFile
-
-            learnt = LearntFile(Path(asked["save"]))
-            learnt.keep(worker.core.priors)
-            learnt.save()
+            save_learnt(scheduler, asked["save"])
         scheduler.shutdown()
         return {
             "latencies": [end - arrival for end, arrival in zip(ends, arrivals, strict=True)],

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 LITTLE_MEMORY_BYTES = 2**30
@@ -91,6 +92,15 @@ def scheduler_for(
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def save_learnt(scheduler: Any, file: str) -> None:
+    """Write what a scheduler of LAPS-SD has learnt to a file."""
+    from laps_vllm.learnt_file import LearntFile
+
+    learnt = LearntFile(Path(file))
+    learnt.keep(scheduler.one_worker.core.priors)
+    learnt.save()
 
 
 def core_request(name: str, ids: Sequence[int], params: Any, *, priority: int = 0) -> Any:

@@ -144,7 +144,6 @@ def _run(
     full_speed = found["full_tokens"] / found["full_s"] if found["full_s"] else None
     first = figures(found["first_token"])
     row = {
-        "measured": "shape",
         "setting": setting,
         "requests": len(answers),
         "seed": seed,

@@ -28,6 +28,7 @@ from bench._vllm.in_core import (
     dtype_of,
     on_cpu,
     parts_of,
+    save_learnt,
     scheduler_for,
 )
 from bench._vllm.replay import Recorded, ReplayExecutor
@@ -191,8 +192,6 @@ class ShapeRuns:
 
     def learn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Serve requests by LAPS-SD without the model, and write what it learnt to the file `save`."""
-        from laps_vllm.learnt_file import LearntFile
-
         scheduler, requests = self._begin(asked, ahead=False)
         now_s = scheduler.clock()
         scheduler.clock = lambda: now_s
@@ -209,9 +208,7 @@ class ShapeRuns:
                 now_s += LEARN_STEP_S
         finally:
             self._core.model_executor = self._executor
-        learnt = LearntFile(Path(asked["save"]))
-        learnt.keep(scheduler.one_worker.core.priors)
-        learnt.save()
+        save_learnt(scheduler, asked["save"])
         scheduler.shutdown()
         return {"learnt": len(requests)}
 
@@ -288,16 +285,7 @@ class ShapeRuns:
         scheduler.update_from_output = and_note
 
     def _add(self, scheduler: Any, number: int, request: Mapping[str, Any]) -> None:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=self._tokens,
-            stop_token_ids=[END_TOKEN],
-            detokenize=False,
-            extra_args=request["hints"] or None,
-        )
-        asked = core_request(f"{self._runs}-{number}", request["ids"], params, priority=request["priority"])
+        asked = shape_request(f"{self._runs}-{number}", request, self._tokens)
         made, _ = self._core.preprocess_add_request(asked)
         scheduler.add_request(made)
 
@@ -321,6 +309,20 @@ class _Launching:
         found = self._executor.sample_tokens(*args, **kwargs)
         self._run.launched(self._launching, time.perf_counter() - self._since_s)
         return found
+
+
+def shape_request(name: str, request: Mapping[str, Any], tokens: int) -> Any:
+    """Return a request as vLLM's core takes it, of this number of tokens at most."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        stop_token_ids=[END_TOKEN],
+        detokenize=False,
+        extra_args=request["hints"] or None,
+    )
+    return core_request(name, request["ids"], params, priority=request["priority"])
 
 
 def is_mixed(scheduler_output: Any) -> bool:
