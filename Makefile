@@ -93,8 +93,8 @@ vllm: $(VLLM_STAMP) ## Make .venv/vllm with vLLM for CPUs and this package (3.4 
 .PHONY: chart
 chart: k8s-tools ## Lint the chart with Helm 3 and package it for an OCI registry, in build/chart
 	PYTHONPATH=. $(BIN)/python k8s/generate.py --check
-	$(VENV)/k8s-tools/helm lint --strict --kube-version 1.30.0 k8s/chart
-	$(VENV)/k8s-tools/helm lint --strict --kube-version 1.30.0 --values k8s/chart/values-local.yaml k8s/chart
+	$(VENV)/k8s-tools/helm lint --strict k8s/chart
+	$(VENV)/k8s-tools/helm lint --strict --values k8s/chart/values-local.yaml k8s/chart
 	rm -rf build/chart
 	$(VENV)/k8s-tools/helm package --destination build/chart k8s/chart
 	cd build/chart && sha256sum *.tgz | tee SHA256SUMS
