@@ -66,7 +66,7 @@ class ModelPair:
             return True
         copies: list[torch.Tensor | None] = []
         for place, pool in zip(places, self.pools, strict=True):
-            size = place.length * pool.bytes_per_token()
+            size = pool.host_bytes(place.length)
             if size > room and not copies:
                 return False
             copies.append(pool.copy_out(place) if 0 < size <= room else None)

@@ -98,7 +98,7 @@ class Sequence:
     @property
     def swapped_bytes(self) -> int:
         """Bytes of host memory that its copies take."""
-        return sum(copy.numel() * copy.element_size() for copy in self.swapped if copy is not None)
+        return sum(copy.untyped_storage().nbytes() for copy in self.swapped if copy is not None)
 
     def row_keys(self, count: int) -> list[int]:
         """Return the noise keys of the next `count` output positions."""
