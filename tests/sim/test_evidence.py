@@ -454,21 +454,24 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
     def row(mode, mean, steps=1000, **more):
         return {
             "measured": "shape", "setting": "burst of 200", "requests": 200, "seed": 1, "mode": mode, "mean": mean, "p50": mean, "p99": 3 * mean, "first_token": 0.5,
-            "lasted_s": 8.0, "tokens": 30_000, "steps": steps, "tokens_per_s": 3500.0, "full_tokens_per_s": 6000.0, "scheduler_ms": 0.5, "cpu_ms": 5.0, **more,
+            "lasted_s": 8.0, "tokens": 30_000, "steps": steps, "tokens_per_s": 3500.0, "full_tokens_per_s": 6000.0, "scheduler_ms": 0.5, "cpu_ms": 5.0,
+            "mixed_steps": 300, "mixed_step_ms": 10.6, "decode_step_ms": 7.0, **more,
         }  # fmt: skip
 
     worker = {"measured": "worker", "seed": 0, "worker_speed": 1000.0}
     rows = [
-        row("vLLM, fcfs", 2.0),
-        row("LAPS-SD, class", 2.5),
+        row("vLLM, fcfs", 7.5, setting="burst of 400", requests=400),
+        row("LAPS-SD, class", 4.5, setting="burst of 400", requests=400),
+        row("vLLM, fcfs", 2.0, measured="quick start"),
+        row("LAPS-SD, class", 2.5, measured="quick start"),
         worker | {"mode": "vLLM alone", "same_texts": 100},
         worker | {"mode": "worker, coupled", "same_texts": 99},
         {"measured": "tests", "what": "one.py", "dtype": "bfloat16", "invariant": True, "passed": 8, "skipped": 1, "failed": 0},
     ]  # fmt: skip
     on = {"shape": "8b", "dtype": "bfloat16", "compilation": "NONE", "cuda_graphs": "FULL_DECODE_ONLY", "slots": 64, "residents": 256, "budget": 4096}  # fmt: skip
-    about = {"command": "laps-sd bench vllm", "date": "2026-01-02", "machine": "One GPU.", "vllm": "0.32.0", "shape": on}  # fmt: skip
+    about = {"command": "laps-sd bench vllm", "date": "2026-01-02", "machine": "One GPU.", "vllm": "0.32.0", "shape": on | {"compilation": "VLLM_COMPILE", "slots": 32}, "quick_start": on, "quick_start_command": "laps-sd bench vllm --shape-quick-start"}  # fmt: skip
     fit = {"computed": "fit", "decode_ms": 6.8, "mixed_ms": 20, "p99": 6.1, "mixed_steps": 100, "decode_steps": 900}  # fmt: skip
-    cell = {"computed": "cell", "setting": "burst of 400"}
+    cell = {"computed": "cell", "setting": "burst of 400, 32 places, fast"}
     computed = [
         fit | {"mode": "vLLM, fcfs", "mean": 2.1},
         {"computed": "equal costs", "mode": "vLLM, fcfs", "mean": 2.0},
@@ -483,12 +486,18 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
     monkeypatch.setattr(vllm_on_gpu_section, "newest", lambda _: found)
     text = "\n".join(vllm_on_gpu_section.vllm_on_gpu(results_of(tmp_path, "vllm-on-gpu", rows, **about)))
 
-    assert "1 seed, so there is no interval, and no order had a shorter mean than FCFS" in text
+    assert "compilation mode VLLM_COMPILE" in text
+    assert "**Measured: burst of 400 within 2 s; 1 seed, so there is no interval.**" in text
+    assert (
+        "| LAPS-SD, class | 4.50 | **0.60** | **0.50** ±0 % | 13.5 | 0.60 | 0.50 | 8.00 | 1,000 | 300 | 10.6 | 7.0 | 0.50 |"
+        in text
+    )
+    assert "a lighter burst without torch.compile, in which no order had a shorter mean than FCFS" in text
     assert "| LAPS-SD, class | 2.50 |" in text
     # (5.0 - 0.5) ms in each of 1,000 steps, of which 900 take 2.5.
     assert "| vLLM, fcfs | 6.8 | 20 | 22 | 2.10 | 2.00 | 6.10 | 6.00 | 100 | 900 |" in text
     assert "would be: LAPS-SD, class 0.75." in text
-    assert "| burst of 400 | 2 |" in text
+    assert "| burst of 400, 32 places, fast | 2 |" in text
     assert "**0.50** ±0 % (*1.12* ±0 %)" in text
     assert "99 of 100 texts of the worker" in text
     assert "| one.py | bfloat16 | yes | 8 | 1 | 0 |" in text
