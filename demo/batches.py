@@ -5,13 +5,15 @@ start again at every document. Completions carry the loss; what stands before th
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from demo.corpus import EOS, PAD, TOKEN_SHARES, Corpus, Document
 from demo.tokenizer import special_id
@@ -27,15 +29,21 @@ class Batch:
 
     ids: Tensor  # [rows, tokens] int64
     positions: Tensor  # [rows, tokens] int64, from 0 in every document
-    mask: Tensor  # [rows, 1, tokens, tokens] bool, True where the query (third) may see the key (fourth)
+    owners: Tensor  # [rows, tokens] int64, the number of the document in its row, -1 for padding
     labels: Tensor  # [rows, tokens] int64, the next token of the same document
     weights: Tensor  # [rows, tokens] float32, 0 where there is no next token
     kinds: Tensor  # [rows, tokens] int64, index into the kinds of TOKEN_SHARES, -1 for padding
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device."""
-        fields = (self.ids, self.positions, self.mask, self.labels, self.weights, self.kinds)
+        fields = (self.ids, self.positions, self.owners, self.labels, self.weights, self.kinds)
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in fields))
+
+    def mask(self) -> Tensor:
+        """[rows, 1, tokens, tokens] bool, True where the query (third) may see the key (fourth)."""
+        tokens = self.ids.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=self.ids.device).tril()
+        return ((self.owners[:, :, None] == self.owners[:, None, :]) & causal)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +54,13 @@ class _Encoded:
 
 
 class Packer:
-    """Turns the corpus into batches whose token shares follow TOKEN_SHARES exactly over time."""
+    """Turns the corpus into batches whose token shares follow `shares` exactly over time."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, corpus: Corpus, tokenizer: Tokenizer, shares: Mapping[str, float] = TOKEN_SHARES
+    ) -> None:
         self._corpus = corpus
+        self._shares = shares
         self._tokenizer = tokenizer
         self._kinds = list(corpus.streams)
         self._tokens_drawn = dict.fromkeys(self._kinds, 0)
@@ -77,7 +88,7 @@ class Packer:
 
     def _next_document(self) -> _Encoded:
         """A document of the kind that is furthest behind its share."""
-        kind = min(self._kinds, key=lambda k: self._tokens_drawn[k] / TOKEN_SHARES[k])
+        kind = min(self._kinds, key=lambda k: self._tokens_drawn[k] / self._shares[k])
         ready = self._ready[kind]
         if not ready:
             stream = self._corpus.streams[kind]
@@ -133,9 +144,7 @@ class Packer:
                 weights[row, start : start + min(first_loss, n - 1)] = PROMPT_LOSS_WEIGHT
                 weights[row, start + first_loss : start + n - 1] = 1.0
                 start += n
-        causal = torch.ones(row_tokens, row_tokens, dtype=torch.bool).tril()
-        mask = (owners[:, :, None] == owners[:, None, :]) & causal
-        return Batch(ids, positions, mask[:, None], labels, weights, kinds)
+        return Batch(ids, positions, owners, labels, weights, kinds)
 
 
 def batches(packer: Packer, tokens_per_batch: int) -> Iterator[Batch]:
@@ -143,3 +152,43 @@ def batches(packer: Packer, tokens_per_batch: int) -> Iterator[Batch]:
     while True:
         row_tokens = LONG_ROW_TOKENS if packer.waiting_tokens >= tokens_per_batch else SHORT_ROW_TOKENS
         yield packer.batch(row_tokens=row_tokens, rows=max(1, tokens_per_batch // row_tokens))
+
+
+class _Source(IterableDataset[Batch]):
+    """Batches of a corpus of its own in each process that loads them."""
+
+    def __init__(
+        self,
+        seed: int,
+        text_folder: Path | None,
+        tokenizer: Tokenizer,
+        tokens_per_batch: int,
+        shares: Mapping[str, float],
+    ) -> None:
+        self._seed = seed
+        self._shares = shares
+        self._text_folder = text_folder
+        self._tokenizer = tokenizer
+        self._tokens_per_batch = tokens_per_batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        seed = self._seed if worker is None else 1000 * (self._seed + 1) + worker.id
+        packer = Packer(Corpus(seed, self._text_folder), self._tokenizer, self._shares)
+        return batches(packer, self._tokens_per_batch)
+
+
+def loaded_batches(
+    seed: int,
+    text_folder: Path | None,
+    tokenizer: Tokenizer,
+    *,
+    tokens_per_batch: int,
+    shares: Mapping[str, float] = TOKEN_SHARES,
+    loaders: int = 0,
+) -> Iterator[Batch]:
+    """Batches for one training, packed by `loaders` processes, or by this one if that is 0."""
+    source = _Source(seed, text_folder, tokenizer, tokens_per_batch, shares)
+    if loaders == 0:
+        return iter(source)
+    return iter(DataLoader(source, batch_size=None, num_workers=loaders, prefetch_factor=8))

@@ -44,7 +44,9 @@ def new_model(shape: dict[str, int], tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 def logits_of(model: Callable[..., Any], batch: Batch) -> Tensor:
     """[rows, tokens, vocabulary]"""
-    out = model(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False)
+    out = model(
+        input_ids=batch.ids, attention_mask=batch.mask(), position_ids=batch.positions, use_cache=False
+    )
     logits: Tensor = out.logits
     return logits
 

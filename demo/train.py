@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from demo.batches import Packer
-from demo.corpus import Corpus
+from demo.batches import loaded_batches
+from demo.corpus import TOKEN_SHARES, Corpus
 from demo.model_card import evaluate
 from demo.pair import DRAFT_SHAPE, TARGET_SHAPE, load_model, new_model, save_model
 from demo.tokenizer import train_tokenizer
@@ -31,7 +31,14 @@ def _train(args: argparse.Namespace) -> None:
         tokenizer = Tokenizer.from_file(args.tokenizer)
     else:
         tokenizer = train_tokenizer(Corpus(args.seed, text_folder))
-    packer = Packer(Corpus(args.seed, text_folder), tokenizer)
+    stream = loaded_batches(
+        args.seed,
+        text_folder,
+        tokenizer,
+        tokens_per_batch=args.tokens_per_batch,
+        shares=TOKEN_SHARES | dict(args.share),
+        loaders=args.loaders,
+    )
 
     def settings(label: str, steps: int, minutes: float, peak: float) -> TrainSettings:
         return TrainSettings(
@@ -39,7 +46,6 @@ def _train(args: argparse.Namespace) -> None:
             steps=max(1, steps),
             limit_s=minutes * 60,
             peak=peak,
-            tokens_per_batch=args.tokens_per_batch,
             device=device,
             compiled=args.compile,
             checkpoint=out / f"{label}.checkpoint.safetensors",
@@ -51,11 +57,25 @@ def _train(args: argparse.Namespace) -> None:
         target = new_model(TARGET_SHAPE, tokenizer)
         if args.init:
             target.load_state_dict(load_file(args.init), strict=False)  # the head is tied to the embedding
-        train_model(target, packer, settings("target", args.steps, args.minutes, args.peak), teacher=None)
+        train_model(target, stream, settings("target", args.steps, args.minutes, args.peak), teacher=None)
         save_model(target, tokenizer, out / "target")
     draft = new_model(DRAFT_SHAPE, tokenizer)
-    train_model(draft, packer, settings("draft", args.draft_steps, args.draft_minutes, 1.0), teacher=target)
+    if args.draft_init:
+        draft.load_state_dict(load_file(args.draft_init), strict=False)
+    train_model(draft, stream, settings("draft", args.draft_steps, args.draft_minutes, args.draft_peak), teacher=target)
     save_model(draft, tokenizer, out / "draft")
+
+
+def _share(text: str) -> tuple[str, float]:
+    """Parse KIND=SHARE. Raises argparse.ArgumentTypeError."""
+    kind, _, share = text.partition("=")
+    try:
+        if kind in TOKEN_SHARES and float(share) > 0:
+            return kind, float(share)
+    except ValueError:
+        pass
+    kinds = ", ".join(TOKEN_SHARES)
+    raise argparse.ArgumentTypeError(f"must be KIND=SHARE with a share above 0, of {kinds}; got {text!r}")
 
 
 def main() -> None:
@@ -75,8 +95,21 @@ def main() -> None:
         "--draft-minutes", type=float, default=math.inf, help="end the draft's schedule by then"
     )
     parser.add_argument("--init", help="a checkpoint that the target goes on from")
+    parser.add_argument("--draft-init", help="a checkpoint that the draft goes on from")
     parser.add_argument("--peak", type=float, default=1.0, help="factor on the target's learning rates")
+    parser.add_argument("--draft-peak", type=float, default=1.0, help="the same for the draft")
     parser.add_argument("--tokens-per-batch", type=int, default=4096)
+    parser.add_argument(
+        "--share",
+        type=_share,
+        action="append",
+        default=[],
+        metavar="KIND=SHARE",
+        help="another share of the tokens for a kind, relative to the others (repeatable)",
+    )
+    parser.add_argument(
+        "--loaders", type=int, default=0, help="processes that write and pack the corpus (default: this one)"
+    )
     parser.add_argument("--only-draft", action="store_true", help="keep the target that is in --out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -1,7 +1,7 @@
 """One training: of the target on the corpus, or of the draft on the target."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from demo.batches import Packer, batches
+from demo.batches import Batch
 from demo.pair import logits_of
 
 MUON_LR: Final = 0.02
@@ -52,14 +52,17 @@ class TrainSettings:
     steps: int
     limit_s: float  # where the machine is too slow for `steps`, the schedule reaches its end by this time
     peak: float  # factor on the learning rates
-    tokens_per_batch: int
     device: torch.device
     compiled: bool
     checkpoint: Path
 
 
 def train_model(
-    model: LlamaForCausalLM, packer: Packer, settings: TrainSettings, *, teacher: LlamaForCausalLM | None
+    model: LlamaForCausalLM,
+    stream: Iterator[Batch],
+    settings: TrainSettings,
+    *,
+    teacher: LlamaForCausalLM | None,
 ) -> int:
     """Cross-entropy on the corpus or, with a teacher, forward KL divergence to its distribution. Returns the
     steps."""
@@ -70,7 +73,6 @@ def train_model(
         forward = torch.compile(forward, dynamic=False)
         guide = torch.compile(guide, dynamic=False) if guide is not None else None
     optimizers = Optimizers(model, settings.peak)
-    stream = batches(packer, settings.tokens_per_batch)
     started_s = time.monotonic()
     running, seen_tokens, step, progress = 0.0, 0, 0, 0.0
     while progress < 1.0:
