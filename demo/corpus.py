@@ -6,6 +6,7 @@ Everything is a stream of `Document`s, an endless one per kind, fixed by the see
 
 import ast
 import gzip
+import json
 import random
 import re
 import sysconfig
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from demo._tasks.task import is_held_out
+from demo._tasks.tools import ToolChat, Turn, call_text, tool_chat
 from demo.tasks import GENERATORS, Generator
 
 USER: Final = "<|user|>"
@@ -25,14 +28,30 @@ EOS: Final = "<|end|>"
 PAD: Final = "<|pad|>"
 SPECIAL_TOKENS: Final = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT)
 
+CALLS_BEGIN: Final = "You can call these functions:\n"
+CALLS_END: Final = (
+    'To call functions, answer with:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>\n'
+)
+_CALLS_END_IN_TEMPLATE: Final = CALLS_END.replace("\n", "\\n")
 CHAT_TEMPLATE: Final = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{{ bos_token }}{% set first = 1 if tools and messages[0]['role'] == 'system' else 0 %}"
+    "{% if tools %}{{ '<|system|>\\n' }}{% if first %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "{{ '"
+    + CALLS_BEGIN.replace("\n", "\\n")
+    + "' }}{% for tool in tools %}{{ tool['function'] | tojson + '\\n' }}{% endfor %}"
+    "{{ '" + _CALLS_END_IN_TEMPLATE + "' }}{% endif %}"
+    "{% for message in messages[first:] %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson + '}\\n</tool_call>' }}{% endfor %}{{ eos_token + '\\n' }}"
+    "{% elif message['role'] == 'tool' %}{{ '<|user|>\\nResult: ' + message['content'] + '\\n' }}"
     "{% else %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
-# Share of the training tokens by kind; "source" is standard library code, "prose" docstrings and text files.
+# Shares of the training tokens by kind, relative to one another; "source" is standard library code, "prose" docstrings
+# and text files, "tools" chats with functions.
 TOKEN_SHARES: Final[dict[str, float]] = {
     "count": 0.13,
     "copy": 0.14,
@@ -42,9 +61,10 @@ TOKEN_SHARES: Final[dict[str, float]] = {
     "list": 0.10,
     "story": 0.07,
     "chat": 0.03,
-    "edit": 0.06,
+    "edit": 0.10,
     "log": 0.03,
     "code": 0.04,
+    "tools": 0.18,
     "prose": 0.06,
     "source": 0.01,
 }
@@ -85,6 +105,35 @@ def _task_documents(
             if len(before.answer) < 300 and (before.closed or before.held_out == held_out):
                 prompt += f"{USER}\n{before.prompt}\n{ASSISTANT}\n{before.answer}{EOS}\n"
         yield Document(kind, f"{prompt}{USER}\n{task.prompt}\n{ASSISTANT}\n", task.answer)
+
+
+def message_text(turn: Turn) -> str:
+    """What stands after the role of a message."""
+    if turn.role == "tool":
+        return f"Result: {turn.text}\n"
+    if turn.role != "assistant":
+        return f"{turn.text}\n"
+    return "\n".join((*([turn.text] if turn.text else []), *map(call_text, turn.calls)))
+
+
+def tool_prompt(tool_chat: ToolChat) -> str:
+    """The prompt of a chat with tools, as the chat template renders it."""
+    turns, text = list(tool_chat.turns), BOS
+    if tool_chat.functions:
+        begin = f"{turns.pop(0).text}\n\n" if turns[0].role == "system" else ""
+        listed = "".join(f"{json.dumps(function)}\n" for function in tool_chat.functions)
+        text += f"{SYSTEM}\n{begin}{CALLS_BEGIN}{listed}{CALLS_END}"
+    for turn in turns:
+        role = {"system": SYSTEM, "assistant": ASSISTANT}.get(turn.role, USER)
+        text += f"{role}\n{message_text(turn)}" + (f"{EOS}\n" if turn.role == "assistant" else "")
+    return f"{text}{ASSISTANT}\n"
+
+
+def _tool_documents(rng: random.Random, *, held_out: bool) -> Iterator[Document]:
+    while True:
+        example = tool_chat(rng)
+        if is_held_out(example.question) == held_out:
+            yield Document("tools", tool_prompt(example), message_text(example.answer))
 
 
 def _standard_library() -> tuple[list[str], list[str]]:
@@ -168,5 +217,7 @@ class Corpus:
             if kind in sources:
                 texts = _split_held_out(sources[kind], held_out=held_out)
                 self.streams[kind] = _text_documents(kind, texts, rng)
+            elif kind == "tools":
+                self.streams[kind] = _tool_documents(rng, held_out=held_out)
             else:
                 self.streams[kind] = _task_documents(kind, GENERATORS[kind], rng, held_out=held_out)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from demo.corpus import BOS
 from demo.prompts import Prompt
 
 GAMMA: Final = 4
@@ -54,7 +55,10 @@ def gumbel_noise(seed: int, tokens: int, vocabulary: int) -> Tensor:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> list[int]:
-    """Token ids of the prompt as it stands, or as the only user message of a chat."""
+    """Token ids of the prompt as it stands, or as the only user message of a chat. A prompt that begins with the
+    begin token is a rendered chat."""
+    if text.startswith(BOS):
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not chat:
         return list(tokenizer(text)["input_ids"])
     messages = [{"role": "user", "content": text}]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import random
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,13 +11,16 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from demo._tasks.task import is_held_out
+from demo._tasks.tools import tool_chat
 from demo.batches import Packer, batches
-from demo.corpus import TOKEN_SHARES, Corpus
+from demo.corpus import TOKEN_SHARES, Corpus, message_text, tool_prompt
 from demo.evaluate import GAMMA, sample, summarise, table
 from demo.pair import load_model, logits_of
-from demo.prompts import KINDS, demo_prompts
+from demo.prompts import KINDS, Prompt, demo_prompts
 
 EVALUATION_SEED: Final = 7
+TOOL_KINDS: Final = ("one call", "several calls", "reply to a result", "no call")
 
 
 @torch.inference_mode()
@@ -32,6 +36,24 @@ def held_out_loss(model: LlamaForCausalLM, packer: Packer, n_batches: int) -> di
         sums.index_add_(0, owners, losses[counted])
         counts.index_add_(0, owners, torch.ones(len(owners)))
     return {kind: float(sums[i] / counts[i]) for i, kind in enumerate(kinds)}
+
+
+def tool_prompts(n: int) -> list[Prompt]:
+    """n held-out chats with functions for each kind of next message."""
+    rng = random.Random(f"tools/{EVALUATION_SEED}")
+    chosen: dict[str, list[Prompt]] = {kind: [] for kind in TOOL_KINDS}
+    while any(len(prompts) < n for prompts in chosen.values()):
+        example = tool_chat(rng)
+        if not example.functions or not is_held_out(example.question):
+            continue
+        calls = len(example.answer.calls)
+        if calls:
+            kind = "one call" if calls == 1 else "several calls"
+        else:
+            kind = "reply to a result" if example.turns[-1].role == "tool" else "no call"
+        if len(chosen[kind]) < n:
+            chosen[kind].append(Prompt(kind, tool_prompt(example), message_text(example.answer)))
+    return [prompt for prompts in chosen.values() for prompt in prompts]
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -70,5 +92,11 @@ def evaluate(args: argparse.Namespace) -> None:
         rows["all"] = summarise(samples, tokenizer)
         print(f"\nTemperature {temperature}, gamma {GAMMA}\n\n" + table(rows), flush=True)
         report[f"temperature_{temperature}"] = rows
+    samples = sample(
+        target, draft, tokenizer, tool_prompts(4 * args.prompts_per_kind), temperature=0.0, max_new_tokens=256
+    )
+    rows = {kind: summarise([s for s in samples if s.prompt.kind == kind], tokenizer) for kind in TOOL_KINDS}
+    print(f"\nChats with tools, temperature 0, gamma {GAMMA}\n\n" + table(rows), flush=True)
+    report["tools"] = rows
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

@@ -23,7 +23,12 @@ class Task:
     @property
     def held_out(self) -> bool:
         """True for the prompts that training must skip: a fixed sixteenth of every kind that is not closed."""
-        return not self.closed and zlib.crc32(self.prompt.encode()) % HELD_OUT_MODULUS == 0
+        return not self.closed and is_held_out(self.prompt)
+
+
+def is_held_out(prompt: str) -> bool:
+    """True for a fixed sixteenth of all prompts."""
+    return zlib.crc32(prompt.encode()) % HELD_OUT_MODULUS == 0
 
 
 Generator = Callable[[random.Random], Task]

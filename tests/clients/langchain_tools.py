@@ -43,6 +43,14 @@ def main(url: str, model: str) -> None:
         whole = chunk if whole is None else whole + chunk  # type: ignore[assignment]
     assert whole is not None and whole.tool_calls[0]["args"] == call["args"], whole
 
+    greedy = ChatOpenAI(
+        base_url=url, api_key="none", model=model, max_tokens=200, temperature=0, max_retries=0
+    )
+    chosen = greedy.bind_tools([weather]).invoke([question])
+    assert [(each["name"], each["args"]) for each in chosen.tool_calls] == [("weather", {"city": "Oslo"})], (
+        chosen
+    )
+
     person = chat.with_structured_output(Person, method="function_calling").invoke([question])
     assert isinstance(person, Person), person
     person = chat.with_structured_output(Person, method="json_schema").invoke([question])

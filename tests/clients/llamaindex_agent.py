@@ -25,7 +25,7 @@ async def main(url: str, model: str) -> None:
         context_window=2048,
         max_tokens=200,
         max_retries=0,
-        additional_kwargs={"seed": 1},
+        temperature=0,
     )
     tool = FunctionTool.from_defaults(weather)
 
@@ -33,11 +33,11 @@ async def main(url: str, model: str) -> None:
     (call, *_) = llm.get_tool_calls_from_response(answer)
     assert call.tool_name == "weather" and call.tool_kwargs["city"] in CITIES, answer
 
-    agent = FunctionAgent(tools=[tool], llm=llm, initial_tool_choice="weather", system_prompt="Answer.")
+    agent = FunctionAgent(tools=[tool], llm=llm, system_prompt="You are a helpful assistant.")
     handler = agent.run("What is the weather in Oslo?")
     results = [event async for event in handler.stream_events() if isinstance(event, ToolCallResult)]
-    assert str(await handler), "an answer follows the call"
-    assert results and all(str(result.tool_output).startswith("rain in ") for result in results), results
+    assert "rain" in str(await handler)
+    assert [str(result.tool_output) for result in results] == ["rain in Oslo"], results
 
 
 if __name__ == "__main__":

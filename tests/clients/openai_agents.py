@@ -1,4 +1,4 @@
-"""The OpenAI Agents SDK over chat completions: an agent that has to call its tool, whole and as a stream."""
+"""The OpenAI Agents SDK over chat completions: an agent that calls its tool by its own choice, whole and as a stream."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ async def main(url: str, model: str) -> None:
     client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     agent = Agent(
         name="Weatherman",
-        instructions="Answer questions about the weather.",
+        instructions="You are a helpful assistant.",
         tools=[weather],
         model=OpenAIChatCompletionsModel(model=model, openai_client=client),
-        model_settings=ModelSettings(
-            tool_choice="required", parallel_tool_calls=False, max_tokens=200, extra_body={"seed": 1}
-        ),
+        model_settings=ModelSettings(temperature=0, max_tokens=200),
     )
 
-    # After the first call the SDK lets the model decide.
     result = await Runner.run(agent, "What is the weather in Oslo?", max_turns=4)
     check(result.new_items, result.final_output)
     stream = Runner.run_streamed(agent, "What is the weather in Oslo?", max_turns=4)
@@ -51,8 +48,8 @@ async def main(url: str, model: str) -> None:
 def check(items: list[object], answer: object) -> None:
     outputs = [item.output for item in items if isinstance(item, ToolCallOutputItem)]
     assert len([item for item in items if isinstance(item, ToolCallItem)]) == len(outputs) >= 1, items
-    assert all(str(output).startswith("rain in ") for output in outputs), items
-    assert isinstance(answer, str) and answer, items
+    assert outputs == ["rain in Oslo"], items
+    assert isinstance(answer, str) and "rain" in answer, items
 
 
 if __name__ == "__main__":

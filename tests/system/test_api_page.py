@@ -35,6 +35,11 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Return the weather of a city.", "parameters": CITY},
+}
 
 
 class Api:
@@ -238,9 +243,14 @@ def continue_final_message(api: Api) -> None:
 
 
 def tools(api: Api) -> None:
-    (choice,) = api.chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)["choices"]
+    required = {"tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = api.chat(tools=[TOOL], max_tokens=80, **required)["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["a"] in ("x", "y")
+    question = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    (choice,) = api.chat(tools=[WEATHER], messages=question, max_tokens=80)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
 
 
 def stream_options(api: Api) -> None:

@@ -117,33 +117,90 @@ def test_a_conversation_continues_with_the_result_of_a_call(client: openai.OpenA
     assert second.choices[0].message.tool_calls is None
 
 
-def test_calls_that_the_model_chooses_by_itself_are_read(client: openai.OpenAI) -> None:
-    """The format leaves it the choice between an answer and calls, and the bias makes it begin a list of calls."""
-    begin = load_model(demo_target_dir(), name=MODEL).tokenizer.token_to_id("[")
-    wanted: dict[str, Any] = {
-        "messages": ASK,
-        "tools": TOOLS,
-        "parallel_tool_calls": False,
-        "response_format": {"type": "json_object"},
-        "max_tokens": 200,
-        "seed": 1,
+QUESTIONS = {
+    "What is the weather in Oslo?": [("weather", {"city": "Oslo"})],
+    "What is the weather in Berlin and Rome?": [
+        ("weather", {"city": "Berlin"}),
+        ("weather", {"city": "Rome"}),
+    ],
+    "What is 17 * 23?": [("calculator", {"expression": "17 * 23"})],
+    "Search for brave lions.": [("search", {"query": "brave lions"})],
+    "Hello!": [],
+}
+"""Questions to the shipped model, which has learned to call tools, and the calls that they need."""
+
+
+def plain_tool(name: str, description: str, argument: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
     }
-    called = client.chat.completions.create(model=MODEL, logit_bias={str(begin): 100}, **wanted)
-    answered = client.chat.completions.create(model=MODEL, logit_bias={str(begin): -100}, **wanted)
-
-    assert called.choices[0].finish_reason == "tool_calls"
-    assert calls_of(called)[0][0] in MODELS
-    assert answered.choices[0].message.content and answered.choices[0].message.tool_calls is None
-    assert answered.choices[0].message.content.lstrip().startswith("{")
 
 
-def test_without_a_choice_the_model_decides(client: openai.OpenAI) -> None:
-    """The shipped model has not learned to call tools."""
-    answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=20, seed=1)
+OFFERED: list[Any] = [
+    plain_tool("weather", "Return the weather of a city.", "city"),
+    plain_tool("calculator", "Evaluate an expression.", "expression"),
+    plain_tool("search", "Search the web.", "query"),
+]
 
-    assert answer.choices[0].message.content
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].finish_reason in ("stop", "length")
+
+@pytest.mark.parametrize(("question", "calls"), QUESTIONS.items())
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+def test_the_model_calls_the_tools_that_a_question_needs(
+    client: openai.OpenAI, question: str, calls: list[tuple[str, Any]], streamed: bool
+) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "tools": OFFERED,
+        "temperature": 0,
+    }
+    if streamed:
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            answer: Any = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**asked)
+    (choice,) = answer.choices
+
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+    assert bool(choice.message.content) == (not calls)
+    assert (calls_of(answer) if calls else []) == calls
+
+
+def test_the_model_uses_the_result_of_its_call(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "tools": OFFERED, "temperature": 0}
+    called = client.chat.completions.create(messages=ASK, **asked).choices[0].message
+    (call,) = called.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    answer = client.chat.completions.create(messages=[*ASK, called, result], **asked)
+
+    assert answer.choices[0].message.content == "The weather in Oslo: rain."
+
+
+def test_tools_that_may_not_be_called_are_not_shown(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": ASK, "temperature": 0, "max_tokens": 40}
+    hidden = client.chat.completions.create(tools=OFFERED, tool_choice="none", **asked)
+
+    assert hidden.choices[0].message.tool_calls is None
+    assert (
+        hidden.choices[0].message.content
+        == client.chat.completions.create(**asked).choices[0].message.content
+    )
+
+
+def test_calls_are_an_alternative_to_an_answer_of_a_format(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "tools": OFFERED, "temperature": 0, "max_tokens": 100}
+    asked |= {"response_format": {"type": "json_object"}}
+    called = client.chat.completions.create(messages=ASK, **asked)
+    begin = load_model(demo_target_dir(), name=MODEL).tokenizer.token_to_id("{")
+    answered = client.chat.completions.create(messages=ASK, logit_bias={str(begin): 100}, **asked)
+
+    assert calls_of(called) == QUESTIONS[ASK[0]["content"]]
+    assert answered.choices[0].message.tool_calls is None
+    assert (answered.choices[0].message.content or "").startswith("{")
 
 
 def test_the_program_of_the_page_runs(demo_stack: LocalStack, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +208,4 @@ def test_the_program_of_the_page_runs(demo_stack: LocalStack, capsys: pytest.Cap
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
     exec(program.replace("http://127.0.0.1:8000/v1", demo_stack.http_url), {})
-    first, *answer = capsys.readouterr().out.splitlines()
-    assert first in ("weather {'city': 'Oslo'}", "weather {'city': 'Rome'}")
-    assert answer
+    assert capsys.readouterr().out.splitlines() == ["weather {'city': 'Oslo'}", "The weather in Oslo: rain."]

@@ -2,15 +2,20 @@
 drafting with.
 """
 
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from demo._tasks.tools import ToolChat, tool_chat
+from demo.corpus import tool_prompt
 from demo.evaluate import Round, intraclass_correlation, rounds_of, sample, summarise, text_of
+from demo.model_card import tool_prompts
 from demo.prompts import KINDS, Prompt, demo_prompts
 from demo.tasks import GENERATORS
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
@@ -95,6 +100,35 @@ def test_a_plain_prompt_is_continued_rightly(demo: Pair, prompt: str, answer: st
 )
 def test_a_chat_question_gets_its_answer_and_an_end(demo: Pair, prompt: str, answer: str) -> None:
     assert greedy(demo, prompt, chat=True) == answer
+
+
+def functions_and_messages(example: ToolChat) -> tuple[list[Any] | None, list[Any]]:
+    """Return tools and messages in the form of OpenAI's API."""
+    tools = [{"type": "function", "function": function} for function in example.functions]
+    messages: list[Any] = []
+    for turn in example.turns:
+        messages.append({"role": turn.role, "content": turn.text})
+        if turn.calls:
+            messages[-1] |= {"tool_calls": [{"type": "function", "function": call} for call in turn.calls]}
+    return tools or None, messages
+
+
+def test_chats_with_tools_are_trained_on_as_the_template_renders_them(demo: Pair) -> None:
+    rng = random.Random(1)
+    for example in (tool_chat(rng) for _ in range(200)):
+        tools, messages = functions_and_messages(example)
+        rendered = demo.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        assert rendered == tool_prompt(example)
+
+
+def test_most_questions_that_need_a_tool_get_the_right_call(demo: Pair) -> None:
+    prompts = [prompt for prompt in tool_prompts(16) if prompt.kind in ("one call", "no call")]
+    samples = sample(demo.target, demo.draft, demo.tokenizer, prompts, temperature=0, max_new_tokens=128)
+    for kind in ("one call", "no call"):
+        of_kind = summarise([each for each in samples if each.prompt.kind == kind], demo.tokenizer)
+        assert of_kind["right"] >= 0.6, kind
 
 
 def test_the_target_takes_much_of_the_draft_and_more_of_some_kinds_than_of_others(demo: Pair) -> None:
