@@ -33,6 +33,10 @@ MAX_FORMAT_CHARACTERS = 65536
 """Most characters of a schema, a regular expression or a grammar."""
 MAX_LOGPROBS = 64
 """Most alternatives for each token. A gateway's setting may be lower."""
+MAX_PROMPT_LOGPROBS = 2**18
+"""Most log probabilities of the tokens of a prompt, alternatives included. A gateway's setting may be lower. A scheduler keeps
+them for each request, in about 9 bytes each.
+"""
 
 LENIENCE = 4
 """The scheduler accepts this many times the limits below.
@@ -47,5 +51,11 @@ RECORDED_BAD_WORDS = LENIENCE * MAX_BAD_WORDS_IDS
 RECORDED_BAD_WORD_TOKENS = LENIENCE * MAX_BAD_WORD_TOKENS
 RECORDED_ALLOWED_TOKENS = LENIENCE * MAX_ALLOWED_TOKENS
 RECORDED_LOGPROBS = LENIENCE * MAX_LOGPROBS
+RECORDED_PROMPT_LOGPROBS = LENIENCE * MAX_PROMPT_LOGPROBS
 RECORDED_FORMAT_BYTES = LENIENCE * 2 * MAX_FORMAT_CHARACTERS
 """Twice the longest format in UTF-8, whose characters take at most 4 bytes."""
+
+
+def prompt_logprobs_in_all(prompt_tokens: int, alternatives: int) -> int:
+    """Return the number of log probabilities of the tokens of a prompt, each with its alternatives."""
+    return prompt_tokens * (1 + alternatives)

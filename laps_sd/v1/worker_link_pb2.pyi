@@ -546,8 +546,8 @@ Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
 
 @_typing.final
 class PlainProgress(_message.Message):
-    """Progress of requests whose round had output tokens, and no context tokens, prediction, logprobs, end or error, as columns: the
-    n-th entry of each column belongs to the n-th request. Drafts are tested up to the first token that is not accepted.
+    """Progress of requests whose round had output tokens, and no context tokens, prediction, logprobs (of them or of the prompt), end or error, as
+    columns: the n-th entry of each column belongs to the n-th request. Drafts are tested up to the first token that is not accepted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -615,6 +615,7 @@ class RequestProgress(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     PREDICTED_REMAINING_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lease_epoch: _builtins.int
     position: _builtins.int
@@ -643,6 +644,10 @@ class RequestProgress(_message.Message):
     def accepted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _inference_pb2.PromptLogprobs:
+        """With `position` 0 and the first token, if requested. A worker that continues behind committed tokens sends none: the record has them."""
+
     def __init__(
         self,
         *,
@@ -661,10 +666,11 @@ class RequestProgress(_message.Message):
         error: _builtins.str = ...,
         predicted_remaining_tokens: _builtins.float | None = ...,
         logprobs: _abc.Iterable[_inference_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _inference_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "predicted_remaining_tokens", b"predicted_remaining_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "accepted", b"accepted", "accepted_by_position", b"accepted_by_position", "cached", b"cached", "cut_characters", b"cut_characters", "drafted", b"drafted", "end", b"end", "error", b"error", "lease_epoch", b"lease_epoch", "logprobs", b"logprobs", "position", b"position", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prefilled", b"prefilled", "request_id", b"request_id", "tested_by_position", b"tested_by_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens", "accepted", b"accepted", "accepted_by_position", b"accepted_by_position", "cached", b"cached", "cut_characters", b"cut_characters", "drafted", b"drafted", "end", b"end", "error", b"error", "lease_epoch", b"lease_epoch", "logprobs", b"logprobs", "position", b"position", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prefilled", b"prefilled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "tested_by_position", b"tested_by_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_remaining_tokens: _TypeAlias = _typing.Literal["predicted_remaining_tokens"]  # noqa: Y015
     _WhichOneofArgType__predicted_remaining_tokens: _TypeAlias = _typing.Literal["_predicted_remaining_tokens", b"_predicted_remaining_tokens"]  # noqa: Y015

@@ -82,6 +82,7 @@ WRONG: list[tuple[Callable[[Capacity], dict[str, Any]], str]] = [
         "sampling.allowed_token_ids must name token ids",
     ),
     (lambda _: {"logprobs": 65}, "logprobs must be from 0 to 64"),
+    (lambda _: {"prompt_logprobs": 65}, "prompt_logprobs must be from 0 to 64"),
     (lambda _: {"stop": ("",)}, "stop strings must have 1 to"),
     (lambda _: {"stop": ("x",) * 17}, "stop holds 17 strings"),
     (lambda _: {"max_draft_len": -1}, "max_draft_len"),
@@ -208,6 +209,23 @@ class EngineContract:
         left = 8 - 3 - (0 if self.budget_without_drafts else 1)
         assert chunks[1][1:] == [(3, 1), (left, 0)]
         assert chunks[2][2] == (7 - left, 1)
+
+    def test_log_probabilities_of_a_prompt_come_with_its_first_token(self, make: Make) -> None:
+        engine = make(prefill_chunk=4)
+        finished = finish_all(engine, [spec("a", prompt_logprobs=2), spec("b", prompt_logprobs=0), spec("c")])
+        found = {
+            report.request_id: (report.position, report.prompt_logprobs)
+            for report in finished[2]
+            if report.prompt_logprobs is not None
+        }
+        assert set(found) == {"a", "b"}
+        for name, alternatives in (("a", 2), ("b", 0)):
+            position, of_prompt = found[name]
+            assert position == 0
+            assert of_prompt is not None and of_prompt.alternatives == alternatives
+            assert len(of_prompt.logprobs) == len(of_prompt.ranks) == 4
+            assert len(of_prompt.alternative_ids) == len(of_prompt.alternative_logprobs) == 4 * alternatives
+            assert min(of_prompt.ranks) >= 1
 
     def test_blocks_follow_the_context(self, make: Make) -> None:
         engine = make()

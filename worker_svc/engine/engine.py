@@ -31,6 +31,7 @@ from worker_svc.engine.interface import (
     DeviceFailed,
     Drafter,
     OutOfMemory,
+    PromptLogprobs,
     RoundResult,
     SequenceStatus,
     Specification,
@@ -142,6 +143,9 @@ class SpeculativeEngine:
             watched=None
             if self.length_probe is None or spec.ignore_eos
             else self.length_probe.watch(len(spec.prompt_ids)),
+            prompt_logprobs=None
+            if spec.prompt_logprobs is None or spec.committed_ids
+            else PromptLogprobs(min(spec.prompt_logprobs, self.capacity.vocab_size)),
         )
 
     def _stop_text(self, spec: Specification) -> StopText | None:

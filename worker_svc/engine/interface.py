@@ -35,9 +35,10 @@ otherwise).
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from laps_sd.contract.choose import Residency
@@ -51,9 +52,11 @@ from laps_sd.contract.limits import (
     MAX_FORMAT_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    prompt_logprobs_in_all,
 )
 from laps_sd.contract.sampling import BOUNDS, LEAST_TEMPERATURE, Sampling
 
@@ -70,6 +73,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfMemory",
     "OutputFormat",
+    "PromptLogprobs",
     "RequestRound",
     "Residency",
     "RoundResult",
@@ -163,6 +167,9 @@ class Specification:
     format: OutputFormat | None = None
     # None = off; else the log probability of each token, and this number of alternatives.
     logprobs: int | None = None
+    # None = off; else the log probability of each token of the prompt, and this number of alternatives. Without effect behind
+    # committed tokens.
+    prompt_logprobs: int | None = None
     origin: bytes = b""  # returned to the sender unchanged; has no meaning here
     # KV is shared between requests with equal salts only.
     cache_salt: str = ""
@@ -202,6 +209,27 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log probabilities of the target for the tokens of a prompt from its second on, in columns."""
+
+    # Alternatives to each token: the most probable ones, of which the token may be one.
+    alternatives: int
+    # float32, and rank (1: no token is more probable), of each token.
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    ranks: array[int] = field(default_factory=lambda: array("I"))
+    # Those to the first token, best first, then those to the next.
+    alternative_ids: array[int] = field(default_factory=lambda: array("I"))
+    alternative_logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def extend(self, more: PromptLogprobs) -> None:
+        """Append those of the tokens that follow."""
+        self.logprobs.extend(more.logprobs)
+        self.ranks.extend(more.ranks)
+        self.alternative_ids.extend(more.alternative_ids)
+        self.alternative_logprobs.extend(more.alternative_logprobs)
+
+
 class RequestRound(NamedTuple):
     """The outcome of one round for one request."""
 
@@ -227,6 +255,8 @@ class RequestRound(NamedTuple):
     predicted_remaining_tokens: float | None = None
     # Its draft tokens were found by prompt lookup, and not proposed by the draft model.
     looked_up: bool = False
+    # With the first output token, if the request wants them: of its whole prompt.
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +483,8 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
         raise ValueError(f"max_draft_len must be 0 or more, not {spec.max_draft_len}")
     if spec.logprobs is not None and not 0 <= spec.logprobs <= MAX_LOGPROBS:
         raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {spec.logprobs}")
+    if spec.prompt_logprobs is not None:
+        _check_prompt_logprobs(spec.prompt_logprobs, len(spec.prompt_ids))
     if spec.format is not None:
         if len(spec.format.text) > MAX_FORMAT_CHARACTERS:
             raise ValueError(
@@ -460,6 +492,16 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
             )
         if spec.ignore_eos:
             raise ValueError("format and ignore_eos exclude each other: a format ends with the end token")
+
+
+def _check_prompt_logprobs(alternatives: int, prompt_tokens: int) -> None:
+    if not 0 <= alternatives <= MAX_LOGPROBS:
+        raise ValueError(f"prompt_logprobs must be from 0 to {MAX_LOGPROBS}, not {alternatives}")
+    count = prompt_logprobs_in_all(prompt_tokens, alternatives)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise ValueError(
+            f"prompt_logprobs: {count} log probabilities of {prompt_tokens} tokens, at most {MAX_PROMPT_LOGPROBS} are allowed"
+        )
 
 
 def _check_token_ids(spec: Specification, capacity: Capacity) -> None:

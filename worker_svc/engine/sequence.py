@@ -14,7 +14,7 @@ import torch
 from worker_svc.engine.cache.kv import BlockTable
 from worker_svc.engine.cache.prompts import ContextNames
 from worker_svc.engine.draft_lengths.acceptance import Acceptance
-from worker_svc.engine.interface import Residency, Specification
+from worker_svc.engine.interface import PromptLogprobs, Residency, Specification
 from worker_svc.engine.length_probe.probe import Watched
 from worker_svc.engine.proposers.lookup import Lookup
 from worker_svc.engine.sampling import counter
@@ -58,6 +58,8 @@ class Sequence:
     reused: int = 0
     # None: no probe predicts its length.
     watched: Watched | None = None
+    # Those found so far; None: none are wanted, or the request's rounds have reported them.
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def output_length(self) -> int:
@@ -68,6 +70,12 @@ class Sequence:
     def output(self) -> list[int]:
         """The output tokens."""
         return self.tokens[len(self.spec.prompt_ids) :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Return True while log probabilities of its prompt are missing: then it computes the prompt itself."""
+        found = self.prompt_logprobs
+        return found is not None and len(found.logprobs) < len(self.spec.prompt_ids) - 1
 
     @property
     def residency(self) -> Residency:

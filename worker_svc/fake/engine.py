@@ -13,11 +13,13 @@ For tests and simulations of everything around an engine; hundreds fit into one 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
@@ -31,6 +33,7 @@ from worker_svc.engine.interface import (
     ComputedBy,
     LengthLearner,
     OutOfBlocks,
+    PromptLogprobs,
     RequestRound,
     Residency,
     RoundResult,
@@ -96,6 +99,10 @@ class _Fake:
     @property
     def context(self) -> list[int]:
         return [*self.spec.prompt_ids, *self.output]
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.spec.prompt_logprobs is not None and not self.output
 
 
 class FakeEngine:
@@ -315,7 +322,7 @@ class FakeEngine:
         """Look up the context of each request without KV, but for its last token."""
         size = self.capacity.block_size
         for request in requests:
-            if self._least_reuse and request.computed == 0:
+            if self._least_reuse and request.computed == 0 and not request.scores_prompt:
                 names = request.names.kv_blocks(request.context, size)
                 found = self._target.find(names[: (request.tokens - 1) // size])
                 request.found = found if len(found) * size >= self._least_reuse else []
@@ -431,6 +438,9 @@ class FakeEngine:
             block.append(token)
             before.append(token)
         end = cut(request.spec, position, block, (self._eos_id,), request.stop_text, request.output)
+        of_prompt = (
+            _prompt_logprobs(request.spec, self.capacity.vocab_size) if request.scores_prompt else None
+        )
         request.output += block[: end.tokens]
         request.computed = request.tokens - 1
         self._remember(request)
@@ -451,6 +461,7 @@ class FakeEngine:
             cut_characters=end.cut_characters,
             # The token is certain: no other one could have been chosen.
             logprobs=(TokenLogprobs(0.0),) * end.tokens if request.spec.logprobs is not None else (),
+            prompt_logprobs=of_prompt,
         )
 
     # -- helpers ------------------------------------------------------------------------------------------------------------
@@ -466,3 +477,15 @@ class FakeEngine:
         self._draft.free(request.draft)
         request.target, request.draft, request.computed, request.residency = [], [], 0, Residency.NONE
         request.named = request.noted = request.reused = 0
+
+
+def _prompt_logprobs(spec: Specification, vocab_size: int) -> PromptLogprobs:
+    """Return log probabilities with which each token of the prompt was certain, and all others impossible."""
+    found = PromptLogprobs(min(spec.prompt_logprobs or 0, vocab_size))
+    for token in spec.prompt_ids[1:]:
+        others = (other for other in range(vocab_size) if other != token)
+        found.logprobs.append(0.0)
+        found.ranks.append(1)
+        found.alternative_ids.extend([token, *islice(others, found.alternatives)][: found.alternatives])
+        found.alternative_logprobs.extend([0.0, *[-math.inf] * found.alternatives][: found.alternatives])
+    return found

@@ -22,6 +22,7 @@ from worker_svc.engine.interface import (
     Drafter,
     FormatKind,
     OutputFormat,
+    PromptLogprobs,
     RequestRound,
     Sampling,
     Specification,
@@ -162,6 +163,7 @@ def _is_plain(step: RequestRound) -> bool:
         step.tokens != ()
         and step.finish is None
         and step.predicted_remaining_tokens is None
+        and step.prompt_logprobs is None
         and not (step.prefilled or step.cached or step.cut_characters or step.error or step.logprobs)
         and by_position(step.accepted, step.drafted) == (step.tested_by_position, step.accepted_by_position)
     )
@@ -203,6 +205,17 @@ def _progress(lease_epoch: int, step: RequestRound) -> pb.RequestProgress:
             )
             for entry in step.logprobs
         ],
+        prompt_logprobs=None if step.prompt_logprobs is None else _prompt_logprobs(step.prompt_logprobs),
+    )
+
+
+def _prompt_logprobs(found: PromptLogprobs) -> public_pb.PromptLogprobs:
+    return public_pb.PromptLogprobs(
+        logprobs=found.logprobs,
+        ranks=found.ranks,
+        alternatives=found.alternatives,
+        alternative_ids=found.alternative_ids,
+        alternative_logprobs=found.alternative_logprobs,
     )
 
 
@@ -264,6 +277,7 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
         drafter=DRAFTERS.get(wire_spec.drafter),
         format=_output_format(wire_spec.output_format),
         logprobs=wire_spec.logprobs if wire_spec.HasField("logprobs") else None,
+        prompt_logprobs=wire_spec.prompt_logprobs if wire_spec.HasField("prompt_logprobs") else None,
         origin=wire_spec.origin,
         cache_salt=wire_spec.cache_salt,
     )
@@ -346,6 +360,7 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
             public_pb.Speculation.DRAFTER_UNSPECIFIED,
         ),
         logprobs=spec.logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
         origin=spec.origin,
         cache_salt=spec.cache_salt,
     )

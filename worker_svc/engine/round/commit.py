@@ -51,6 +51,8 @@ class Commit:
             return self._fail(request, position, cached)
         if request.chunk:
             sequence.target.length += request.chunk
+        if request.prompt_logprobs is not None and sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs.extend(request.prompt_logprobs)
         if not block:
             self._prefill.remember(sequence)
             return RequestRound(
@@ -72,6 +74,7 @@ class Commit:
             lengths.found.observe(sequence.found, request.found, block)
         if not request.chunk and (request.catch_up or not drafted):
             lengths.observe_acceptance(sequence.acceptance, accepted, len(tested_by_position))
+        of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if end.finish is not None:
             sequence.finished = True
             self._pair.release(sequence)
@@ -90,6 +93,7 @@ class Commit:
             cut_characters=end.cut_characters,
             logprobs=tuple(request.logprobs[: end.tokens]),
             looked_up=drafted > 0 and not request.catch_up,
+            prompt_logprobs=of_prompt,
         )
 
     def _end(self, request: RoundRequest, position: int, block: SequenceOf[int]) -> Cut:

@@ -10,6 +10,7 @@ from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cache.prompts import CachedPrompts
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.round.prefill_time import Chunk, PrefillTime
+from worker_svc.engine.round.prompt_logprobs import rows_in_round, rows_wanted
 from worker_svc.engine.sequence import Sequence
 
 # Prefill tokens of a round, at least, however short memory is.
@@ -29,8 +30,8 @@ class Chunks(NamedTuple):
 class Prefill:
     """The prefill budget of an engine's rounds, and its prefix cache."""
 
-    def __init__(self, options: EngineOptions, pool: KVPool) -> None:
-        """`pool`: the target's."""
+    def __init__(self, options: EngineOptions, pool: KVPool, vocab_size: int) -> None:
+        """`pool` and `vocab_size`: the target's."""
         self.prompts = CachedPrompts(pool.allocator, options.block_size)
         """Content of the prefix cache."""
         self.time = PrefillTime()
@@ -39,6 +40,7 @@ class Prefill:
         self._usual = options.prefill_chunk
         self._block_size = options.block_size
         self._least_reuse = options.prefix_reuse_tokens
+        self._most_prompt_rows = rows_in_round(vocab_size)
         # Context tokens per round; less than usual while memory is short.
         self.budget = options.prefill_chunk
         self._rounds_with_budget = 0
@@ -66,14 +68,15 @@ class Prefill:
     def find_prefixes(self, sequences: SequenceOf[Sequence]) -> None:
         """Look up cached KV of the context of each request that has none.
 
-        The last token is left out, because its logits are needed. Only the target's KV is looked up: the
+        The last token is left out, because its logits are needed, and so is every prompt whose log probabilities are
+        missing. Only the target's KV is looked up: the
         draft's costs a small fraction of it to compute, and no first token waits for it.
         """
         if not self._least_reuse:
             return
         for sequence in sequences:
             names = sequence.names.kv_blocks(sequence.tokens, self._block_size)
-            if sequence.kv_length == 0 and not sequence.target.blocks:
+            if sequence.kv_length == 0 and not sequence.target.blocks and not sequence.scores_prompt:
                 names = names[: (len(sequence.tokens) - 1) // self._block_size]
                 self._pool.find(sequence.target, names, self._least_reuse)
 
@@ -94,11 +97,14 @@ class Prefill:
         in the next round.
         """
         left, size, cut_by_time = self.budget, self._block_size, False
+        rows_left = self._most_prompt_rows
         coming: set[bytes] = set()  # names of the blocks that this round fills
         chunks: list[int] = []
         for sequence in sequences:
             known, missing = sequence.kv_length, len(sequence.tokens) - sequence.kv_length
             chunk = min(missing, left) if missing > 1 or known == 0 else 0
+            if chunk and sequence.scores_prompt:
+                chunk = _with_prompt_rows(sequence, known, chunk, rows_left)
             if chunk and self._comes(sequence, coming):
                 chunk = 0
             elif chunk and seconds < math.inf:
@@ -107,6 +113,8 @@ class Prefill:
                 chunk, cut_by_time = fitting, cut_by_time or fitting < chunk
             if self._least_reuse and chunk:
                 coming.update(sequence.names.kv[known // size : (known + chunk) // size])
+            if sequence.prompt_logprobs is not None:
+                rows_left -= len(rows_wanted(sequence, known, chunk))
             left -= chunk
             seconds -= self.time.seconds([Chunk(known, chunk)])
             chunks.append(chunk)
@@ -114,10 +122,16 @@ class Prefill:
 
     def _comes(self, sequence: Sequence, coming: set[bytes]) -> bool:
         """Return whether enough of a context without KV is among the blocks that this round fills."""
-        if not self._least_reuse or sequence.target.blocks or sequence.swapped:
+        if not self._least_reuse or sequence.target.blocks or sequence.swapped or sequence.scores_prompt:
             return False
         names, size, known = sequence.names.kv, self._block_size, sequence.kv_length
         after = known // size
         while after < (len(sequence.tokens) - 1) // size and names[after] in coming:
             after += 1
         return after * size - known >= self._least_reuse
+
+
+def _with_prompt_rows(sequence: Sequence, known: int, chunk: int, rows_left: int) -> int:
+    """Return how much of a chunk fits where logits of `rows_left` prompt rows may be computed."""
+    wanted = rows_wanted(sequence, known, chunk)
+    return chunk if len(wanted) <= rows_left else wanted.start + rows_left - known

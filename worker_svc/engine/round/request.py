@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.engine.interface import TokenLogprobs
+from worker_svc.engine.interface import PromptLogprobs, TokenLogprobs
 from worker_svc.engine.proposers.lookup import Found
 from worker_svc.engine.sequence import Sequence
 
@@ -33,6 +33,8 @@ class RoundRequest:
     first_choice: int = 0
     # The hidden state of the last token of its context is wanted.
     looked_at: bool = False
+    # Rows of its prompt whose log probabilities are wanted, by position in the context.
+    prompt_rows: range = range(0)
 
     # -- drafted
     # Tokens found in its context, whether they are drafted or not.
@@ -50,6 +52,8 @@ class RoundRequest:
     chosen: list[int] = field(default_factory=list)
     # Log probabilities at its choice rows, if the request wants them.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Of its prompt rows, if it has any.
+    prompt_logprobs: PromptLogprobs | None = None
     # float32 [hidden], if it is looked at.
     hidden: NDArray[np.float32] | None = None
 

@@ -39,7 +39,7 @@ class Rounds:
             self.lengths.uneven = 0.0
         self._noise = Noise(pair.vocab_size, pair.device)
         output_lengths = OutputLengths()
-        self.prefill = Prefill(options, pair.pools[0])
+        self.prefill = Prefill(options, pair.pools[0], pair.vocab_size)
         self.planner = RoundPlanner(
             pair,
             self.prefill,
@@ -134,6 +134,8 @@ class Rounds:
         tokens, and under load nearly every round has a few of them: the larger part of a round is measured, and the
         other one is taken to cost what is expected.
         """
+        if any(request.prompt_rows for request in requests):
+            return  # the logits of prompts are no part of what other rounds cost
         fed = [request.fed for request in requests if request.fed and not request.chunk]
         chunks = _chunks(requests)
         rows, forward_s = sum(fed), round_s - steps.seconds

@@ -12,6 +12,7 @@ from worker_svc.engine.models.hidden import HiddenRows
 from worker_svc.engine.models.plan import Piece, Plan
 from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.choices import Choices
+from worker_svc.engine.round.prompt_logprobs import add_prompt_logprobs, rows_wanted
 from worker_svc.engine.round.request import RoundRequest
 
 NOT_FINITE = "the target's logits are not finite"
@@ -53,6 +54,8 @@ class Verification:
         choice_rows: list[int] = []
         looked_at: list[RoundRequest] = []
         hidden_rows: list[int] = []
+        scored: list[RoundRequest] = []
+        prompt_rows: list[int] = []
         for request, (_, start, count), row in zip(fed, pieces, plan.first_row, strict=True):
             known = request.sequence.tokens[start : start + count]
             known += request.draft_tokens  # empty where they are on the device
@@ -62,15 +65,25 @@ class Verification:
             choice_rows.extend(range(request.first_choice, request.first_choice + chosen))
             if not chosen:
                 watched.append(row + count - 1)
+            if request.sequence.prompt_logprobs is not None:
+                request.prompt_rows = rows_wanted(request.sequence, start, request.chunk)
+                if request.prompt_rows:
+                    scored.append(request)
+                    prompt_rows.extend(row + at - start for at in request.prompt_rows)
             if request.looked_at:
                 looked_at.append(request)
                 hidden_rows.append(row + request.context - 1 - start)
         ids = kernels.int64s(host_ids).to(device)
         guesses = _fill_in(ids, fed, plan, on_device)
-        # [choice rows and watched rows, vocab]
-        wanted = kernels.int64s(logit_rows + watched).to(device)
+        # [choice rows, watched rows and prompt rows, vocab]
+        wanted = kernels.int64s(logit_rows + watched + prompt_rows).to(device)
         hidden = HiddenRows(self.hidden_layer, hidden_rows) if looked_at else None
         logits = self.pair.target.forward(ids, plan, wanted, hidden)
+        if scored:
+            of_prompts = logits[len(logits) - len(prompt_rows) :]
+            logits = logits[: len(logits) - len(prompt_rows)]
+            for request in add_prompt_logprobs(of_prompts, scored):
+                request.problem = NOT_FINITE
         count = len(choice_rows)
         if guesses is None and kernels.choose_of(logits):
             # The choices of rows that are chosen for apart mean nothing, but whether their logits are finite

@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file laps_sd/v1/inference.proto.
  */
 export const file_laps_sd_v1_inference: GenFile = /*@__PURE__*/
-  fileDesc("ChpsYXBzX3NkL3YxL2luZmVyZW5jZS5wcm90bxIKbGFwc19zZC52MSLBBQoPR2VuZXJhdGVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABIsCghtZXNzYWdlcxgDIAEoCzIYLmxhcHNfc2QudjEuQ2hhdE1lc3NhZ2VzSAASKQoJdG9rZW5faWRzGAQgASgLMhQubGFwc19zZC52MS5Ub2tlbklkc0gAEiwKCHNhbXBsaW5nGAUgASgLMhoubGFwc19zZC52MS5TYW1wbGluZ1BhcmFtcxIXCg9pZGVtcG90ZW5jeV9rZXkYBiABKAkSFQoIcHJpb3JpdHkYByABKAVIAYgBARIaCg10aW1lX2xpbWl0X21zGAggASgNSAKIAQESLAoLc3BlY3VsYXRpb24YCSABKAsyFy5sYXBzX3NkLnYxLlNwZWN1bGF0aW9uEiMKFmV4cGVjdGVkX291dHB1dF90b2tlbnMYCiABKA1IA4gBARIWCg53b3JrbG9hZF9jbGFzcxgLIAEoCRIMCgRrZWVwGAwgASgIEhUKCGxvZ3Byb2JzGA0gASgNSASIAQESDgoBbhgOIAEoDUgFiAEBEi8KDW91dHB1dF9mb3JtYXQYDyABKAsyGC5sYXBzX3NkLnYxLk91dHB1dEZvcm1hdBIdChBkZWFkbGluZV91bml4X21zGBAgASgESAaIAQESHwoSYWRkX3NwZWNpYWxfdG9rZW5zGBggASgISAeIAQESFAoMY29udmVyc2F0aW9uGBkgASgJEhIKCmNhY2hlX3NhbHQYGiABKAlCCAoGcHJvbXB0QgsKCV9wcmlvcml0eUIQCg5fdGltZV9saW1pdF9tc0IZChdfZXhwZWN0ZWRfb3V0cHV0X3Rva2Vuc0ILCglfbG9ncHJvYnNCBAoCX25CEwoRX2RlYWRsaW5lX3VuaXhfbXNCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyJqCgxPdXRwdXRGb3JtYXQSFQoLanNvbl9vYmplY3QYASABKAhIABIVCgtqc29uX3NjaGVtYRgCIAEoCUgAEg8KBXJlZ2V4GAMgASgJSAASEQoHZ3JhbW1hchgEIAEoCUgAQggKBmZvcm1hdCKBAgoMQ2hhdE1lc3NhZ2VzEikKCG1lc3NhZ2VzGAEgAygLMhcubGFwc19zZC52MS5DaGF0TWVzc2FnZRIfCgV0b29scxgCIAMoCzIQLmxhcHNfc2QudjEuVG9vbBIrCgt0b29sX2Nob2ljZRgDIAEoCzIWLmxhcHNfc2QudjEuVG9vbENob2ljZRIaChJ0ZW1wbGF0ZV9hcmd1bWVudHMYBCABKAkSIgoVYWRkX2dlbmVyYXRpb25fcHJvbXB0GAggASgISACIAQESHgoWY29udGludWVfZmluYWxfbWVzc2FnZRgJIAEoCEIYChZfYWRkX2dlbmVyYXRpb25fcHJvbXB0In8KC0NoYXRNZXNzYWdlEgwKBHJvbGUYASABKAkSDwoHY29udGVudBgCIAEoCRIoCgp0b29sX2NhbGxzGAMgAygLMhQubGFwc19zZC52MS5Ub29sQ2FsbBIUCgx0b29sX2NhbGxfaWQYBCABKAkSEQoJcmVhc29uaW5nGAUgASgJIj0KBFRvb2wSDAoEbmFtZRgBIAEoCRITCgtkZXNjcmlwdGlvbhgCIAEoCRISCgpwYXJhbWV0ZXJzGAMgASgJIjcKCFRvb2xDYWxsEgoKAmlkGAEgASgJEgwKBG5hbWUYAiABKAkSEQoJYXJndW1lbnRzGAMgASgJIqQBCgpUb29sQ2hvaWNlEikKBG1vZGUYASABKA4yGy5sYXBzX3NkLnYxLlRvb2xDaG9pY2UuTW9kZRIMCgRuYW1lGAIgASgJEg4KBnNpbmdsZRgDIAEoCCJNCgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABINCglNT0RFX0FVVE8QARINCglNT0RFX05PTkUQAhIRCg1NT0RFX1JFUVVJUkVEEAMiFwoIVG9rZW5JZHMSCwoDaWRzGAEgAygNIr4GCg5TYW1wbGluZ1BhcmFtcxIXCgptYXhfdG9rZW5zGAEgASgNSACIAQESGAoLdGVtcGVyYXR1cmUYAiABKAJIAYgBARISCgV0b3BfcBgDIAEoAkgCiAEBEhIKBXRvcF9rGAQgASgNSAOIAQESEQoEc2VlZBgFIAEoBEgEiAEBEgwKBHN0b3AYBiADKAkSFwoKaWdub3JlX2VvcxgHIAEoCEgFiAEBEhIKBW1pbl9wGAggASgCSAaIAQESHwoScmVwZXRpdGlvbl9wZW5hbHR5GAkgASgCSAeIAQESHQoQcHJlc2VuY2VfcGVuYWx0eRgKIAEoAkgIiAEBEh4KEWZyZXF1ZW5jeV9wZW5hbHR5GAsgASgCSAmIAQESPQoKbG9naXRfYmlhcxgMIAMoCzIpLmxhcHNfc2QudjEuU2FtcGxpbmdQYXJhbXMuTG9naXRCaWFzRW50cnkSFwoKbWluX3Rva2VucxgNIAEoDUgKiAEBEhYKDnN0b3BfdG9rZW5faWRzGA4gAygNEhEKCWJhZF93b3JkcxgPIAMoCRIrCg1iYWRfd29yZHNfaWRzGBAgAygLMhQubGFwc19zZC52MS5Ub2tlbklkcxIZChFhbGxvd2VkX3Rva2VuX2lkcxgRIAMoDRInChppbmNsdWRlX3N0b3Bfc3RyX2luX291dHB1dBgSIAEoCEgLiAEBEiAKE3NraXBfc3BlY2lhbF90b2tlbnMYEyABKAhIDIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg0KC19tYXhfdG9rZW5zQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQgcKBV9zZWVkQg0KC19pZ25vcmVfZW9zQggKBl9taW5fcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhMKEV9wcmVzZW5jZV9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUINCgtfbWluX3Rva2Vuc0IdChtfaW5jbHVkZV9zdG9wX3N0cl9pbl9vdXRwdXRCFgoUX3NraXBfc3BlY2lhbF90b2tlbnMipQIKC1NwZWN1bGF0aW9uEioKBG1vZGUYASABKA4yHC5sYXBzX3NkLnYxLlNwZWN1bGF0aW9uLk1vZGUSHQoQbWF4X2RyYWZ0X3Rva2VucxgCIAEoDUgAiAEBEjAKB2RyYWZ0ZXIYAyABKA4yHy5sYXBzX3NkLnYxLlNwZWN1bGF0aW9uLkRyYWZ0ZXIiOQoETW9kZRIUChBNT0RFX1VOU1BFQ0lGSUVEEAASDQoJTU9ERV9BVVRPEAESDAoITU9ERV9PRkYQAiJJCgdEcmFmdGVyEhcKE0RSQUZURVJfVU5TUEVDSUZJRUQQABIRCg1EUkFGVEVSX01PREVMEAESEgoORFJBRlRFUl9MT09LVVAQAkITChFfbWF4X2RyYWZ0X3Rva2VucyKYAQoNR2VuZXJhdGVFdmVudBIoCghhY2NlcHRlZBgBIAEoCzIULmxhcHNfc2QudjEuQWNjZXB0ZWRIABIiCgVkZWx0YRgCIAEoCzIRLmxhcHNfc2QudjEuRGVsdGFIABIgCgNlbmQYAyABKAsyES5sYXBzX3NkLnYxLkVuZGVkSAASDgoGY2hvaWNlGAQgASgNQgcKBWV2ZW50ImQKCEFjY2VwdGVkEhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSFQoNcHJvbXB0X3Rva2VucxgDIAEoDRIMCgRzZWVkGAQgASgEEhAKCGF0dGFjaGVkGAUgASgIIo4BCgVEZWx0YRIMCgR0ZXh0GAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRITCgtmaXJzdF90b2tlbhgDIAEoDRIiCgZjdXJzb3IYBCABKAsyEi5sYXBzX3NkLnYxLkN1cnNvchIrCghsb2dwcm9icxgFIAMoCzIZLmxhcHNfc2QudjEuVG9rZW5Mb2dwcm9icyIxCgZDdXJzb3ISEgoKbmV4dF90b2tlbhgBIAEoDRITCgt0ZXh0X29mZnNldBgCIAEoDSJYCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISJQoDdG9wGAIgAygLMhgubGFwc19zZC52MS5Ub2tlbkxvZ3Byb2ISDwoHdW5rbm93bhgDIAEoCCIxCgxUb2tlbkxvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAiLWAQoFRW5kZWQSLwoNZmluaXNoX3JlYXNvbhgBIAEoDjIYLmxhcHNfc2QudjEuRmluaXNoUmVhc29uEg0KBWVycm9yGAIgASgJEiAKBXVzYWdlGAMgASgLMhEubGFwc19zZC52MS5Vc2FnZRIzCgtzcGVjdWxhdGlvbhgEIAEoCzIeLmxhcHNfc2QudjEuU3BlY3VsYXRpb25TdW1tYXJ5EiIKBnRpbWluZxgFIAEoCzISLmxhcHNfc2QudjEuVGltaW5nEhIKCnJlcXVlc3RfaWQYBiABKAkiVwoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgDIAEoDSJ3ChJTcGVjdWxhdGlvblN1bW1hcnkSDgoGcm91bmRzGAEgASgNEg8KB2RyYWZ0ZWQYAiABKA0SEAoIYWNjZXB0ZWQYAyABKA0SHgoWbWVhbl9hY2NlcHRhbmNlX2xlbmd0aBgEIAEoAhIOCgZkcmFmdHMYBSABKA0iVwoGVGltaW5nEhAKCHF1ZXVlZF9zGAEgASgBEhUKDWZpcnN0X3Rva2VuX3MYAiABKAESDwoHdG90YWxfcxgDIAEoARITCgtwcmVlbXB0aW9ucxgEIAEoDSLUAQoQR2VuZXJhdGVSZXNwb25zZRImCghhY2NlcHRlZBgBIAEoCzIULmxhcHNfc2QudjEuQWNjZXB0ZWQSDAoEdGV4dBgCIAEoCRIRCgl0b2tlbl9pZHMYAyADKA0SHgoDZW5kGAQgASgLMhEubGFwc19zZC52MS5FbmRlZBIrCghsb2dwcm9icxgFIAMoCzIZLmxhcHNfc2QudjEuVG9rZW5Mb2dwcm9icxIqCgRtb3JlGAYgAygLMhwubGFwc19zZC52MS5HZW5lcmF0ZVJlc3BvbnNlIkcKDVJlc3VtZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIiCgZjdXJzb3IYAiABKAsyEi5sYXBzX3NkLnYxLkN1cnNvciIjCg1DYW5jZWxSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkiIwoOQ2FuY2VsUmVzcG9uc2USEQoJY2FuY2VsbGVkGAEgASgIIiQKDkV4cGxhaW5SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkiPwoPRXhwbGFpblJlc3BvbnNlEiwKC2V4cGxhbmF0aW9uGAEgASgLMhcubGFwc19zZC52MS5FeHBsYW5hdGlvbiKfBgoLRXhwbGFuYXRpb24SEgoKcmVxdWVzdF9pZBgBIAEoCRIsCgVzdGF0ZRgCIAEoDjIdLmxhcHNfc2QudjEuRXhwbGFuYXRpb24uU3RhdGUSDgoGcG9saWN5GAMgASgJEhIKBWxldmVsGAQgASgNSACIAQESDQoFYWhlYWQYBSABKA0SGAoLcGVyY2VwdGlibGUYBiABKAhIAYgBARITCgtyZW1haW5pbmdfcxgHIAEoARIXCg9yZW1haW5pbmdfbG93X3MYCCABKAESGAoQcmVtYWluaW5nX2hpZ2hfcxgJIAEoARINCgViYXNpcxgKIAEoCRISCgphdHRhaW5lZF9zGAsgASgBEg4KBnJvdW5kcxgMIAEoDRIPCgdkcmFmdGVkGA0gASgNEhAKCGFjY2VwdGVkGA4gASgNEhYKDmVtaXR0ZWRfdG9rZW5zGA8gASgNEhMKC3ByZWVtcHRpb25zGBAgASgNEiQKBXN0b3J5GBEgAygLMhUubGFwc19zZC52MS5TdG9yeUxpbmUSLwoNZmluaXNoX3JlYXNvbhgSIAEoDjIYLmxhcHNfc2QudjEuRmluaXNoUmVhc29uEg4KBnRlbmFudBgTIAEoCRIQCghwcmlvcml0eRgUIAEoBRIRCgl3b3JrZXJfaWQYFSABKAkSEgoKb3JkZXJlZF9ieRgWIAEoCRIUCgx0ZW5hbnRfYWhlYWQYFyABKAgSGQoRYWhlYWRfYnlfcHJpb3JpdHkYGCABKA0SFwoPYWhlYWRfYnlfdGVuYW50GBkgASgNEhYKDmFoZWFkX2J5X2xldmVsGBogASgNEhEKCXdhaXRzX2ZvchgbIAEoCRIQCghyZXNlcnZlZBgcIAEoCBINCgVhZ2VfcxgdIAEoASJmCgVTdGF0ZRIVChFTVEFURV9VTlNQRUNJRklFRBAAEhAKDFNUQVRFX1FVRVVFRBABEhAKDFNUQVRFX0xJU1RFRBACEhEKDVNUQVRFX1JVTk5JTkcQAxIPCgtTVEFURV9FTkRFRBAEQggKBl9sZXZlbEIOCgxfcGVyY2VwdGlibGUiNwoJU3RvcnlMaW5lEgwKBGF0X3MYASABKAESDAoEd2hhdBgCIAEoCRIOCgZkZXRhaWwYAyABKAkiEwoRTGlzdE1vZGVsc1JlcXVlc3QiNwoSTGlzdE1vZGVsc1Jlc3BvbnNlEiEKBm1vZGVscxgBIAMoCzIRLmxhcHNfc2QudjEuTW9kZWwiXAoFTW9kZWwSDAoEbmFtZRgBIAEoCRIWCg5jb250ZXh0X3Rva2VucxgCIAEoDRISCgp2b2NhYl9zaXplGAMgASgNEhkKEWhhc19jaGF0X3RlbXBsYXRlGAQgASgIIqABCg9Ub2tlbml6ZVJlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoEdGV4dBgCIAEoCUgAEiwKCG1lc3NhZ2VzGAMgASgLMhgubGFwc19zZC52MS5DaGF0TWVzc2FnZXNIABIfChJhZGRfc3BlY2lhbF90b2tlbnMYCCABKAhIAYgBAUIICgZwcm9tcHRCFQoTX2FkZF9zcGVjaWFsX3Rva2VucyI6ChBUb2tlbml6ZVJlc3BvbnNlEhEKCXRva2VuX2lkcxgBIAMoDRITCgt0b2tlbnNfbGVmdBgCIAEoBSI1ChFEZXRva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0iIgoSRGV0b2tlbml6ZVJlc3BvbnNlEgwKBHRleHQYASABKAkq1AEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIfChtGSU5JU0hfUkVBU09OX1NUT1BfU0VRVUVOQ0UQAxIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBBIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAFEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBjLGBAoJSW5mZXJlbmNlEkUKCEdlbmVyYXRlEhsubGFwc19zZC52MS5HZW5lcmF0ZVJlcXVlc3QaHC5sYXBzX3NkLnYxLkdlbmVyYXRlUmVzcG9uc2USSgoOR2VuZXJhdGVTdHJlYW0SGy5sYXBzX3NkLnYxLkdlbmVyYXRlUmVxdWVzdBoZLmxhcHNfc2QudjEuR2VuZXJhdGVFdmVudDABEkAKBlJlc3VtZRIZLmxhcHNfc2QudjEuUmVzdW1lUmVxdWVzdBoZLmxhcHNfc2QudjEuR2VuZXJhdGVFdmVudDABEj8KBkNhbmNlbBIZLmxhcHNfc2QudjEuQ2FuY2VsUmVxdWVzdBoaLmxhcHNfc2QudjEuQ2FuY2VsUmVzcG9uc2USQgoHRXhwbGFpbhIaLmxhcHNfc2QudjEuRXhwbGFpblJlcXVlc3QaGy5sYXBzX3NkLnYxLkV4cGxhaW5SZXNwb25zZRJLCgpMaXN0TW9kZWxzEh0ubGFwc19zZC52MS5MaXN0TW9kZWxzUmVxdWVzdBoeLmxhcHNfc2QudjEuTGlzdE1vZGVsc1Jlc3BvbnNlEkUKCFRva2VuaXplEhsubGFwc19zZC52MS5Ub2tlbml6ZVJlcXVlc3QaHC5sYXBzX3NkLnYxLlRva2VuaXplUmVzcG9uc2USSwoKRGV0b2tlbml6ZRIdLmxhcHNfc2QudjEuRGV0b2tlbml6ZVJlcXVlc3QaHi5sYXBzX3NkLnYxLkRldG9rZW5pemVSZXNwb25zZWIGcHJvdG8z");
+  fileDesc("ChpsYXBzX3NkL3YxL2luZmVyZW5jZS5wcm90bxIKbGFwc19zZC52MSLzBQoPR2VuZXJhdGVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBHRleHQYAiABKAlIABIsCghtZXNzYWdlcxgDIAEoCzIYLmxhcHNfc2QudjEuQ2hhdE1lc3NhZ2VzSAASKQoJdG9rZW5faWRzGAQgASgLMhQubGFwc19zZC52MS5Ub2tlbklkc0gAEiwKCHNhbXBsaW5nGAUgASgLMhoubGFwc19zZC52MS5TYW1wbGluZ1BhcmFtcxIXCg9pZGVtcG90ZW5jeV9rZXkYBiABKAkSFQoIcHJpb3JpdHkYByABKAVIAYgBARIaCg10aW1lX2xpbWl0X21zGAggASgNSAKIAQESLAoLc3BlY3VsYXRpb24YCSABKAsyFy5sYXBzX3NkLnYxLlNwZWN1bGF0aW9uEiMKFmV4cGVjdGVkX291dHB1dF90b2tlbnMYCiABKA1IA4gBARIWCg53b3JrbG9hZF9jbGFzcxgLIAEoCRIMCgRrZWVwGAwgASgIEhUKCGxvZ3Byb2JzGA0gASgNSASIAQESDgoBbhgOIAEoDUgFiAEBEi8KDW91dHB1dF9mb3JtYXQYDyABKAsyGC5sYXBzX3NkLnYxLk91dHB1dEZvcm1hdBIdChBkZWFkbGluZV91bml4X21zGBAgASgESAaIAQESHwoSYWRkX3NwZWNpYWxfdG9rZW5zGBggASgISAeIAQESFAoMY29udmVyc2F0aW9uGBkgASgJEhIKCmNhY2hlX3NhbHQYGiABKAkSHAoPcHJvbXB0X2xvZ3Byb2JzGBsgASgNSAiIAQFCCAoGcHJvbXB0QgsKCV9wcmlvcml0eUIQCg5fdGltZV9saW1pdF9tc0IZChdfZXhwZWN0ZWRfb3V0cHV0X3Rva2Vuc0ILCglfbG9ncHJvYnNCBAoCX25CEwoRX2RlYWRsaW5lX3VuaXhfbXNCFQoTX2FkZF9zcGVjaWFsX3Rva2Vuc0ISChBfcHJvbXB0X2xvZ3Byb2JzImoKDE91dHB1dEZvcm1hdBIVCgtqc29uX29iamVjdBgBIAEoCEgAEhUKC2pzb25fc2NoZW1hGAIgASgJSAASDwoFcmVnZXgYAyABKAlIABIRCgdncmFtbWFyGAQgASgJSABCCAoGZm9ybWF0IoECCgxDaGF0TWVzc2FnZXMSKQoIbWVzc2FnZXMYASADKAsyFy5sYXBzX3NkLnYxLkNoYXRNZXNzYWdlEh8KBXRvb2xzGAIgAygLMhAubGFwc19zZC52MS5Ub29sEisKC3Rvb2xfY2hvaWNlGAMgASgLMhYubGFwc19zZC52MS5Ub29sQ2hvaWNlEhoKEnRlbXBsYXRlX2FyZ3VtZW50cxgEIAEoCRIiChVhZGRfZ2VuZXJhdGlvbl9wcm9tcHQYCCABKAhIAIgBARIeChZjb250aW51ZV9maW5hbF9tZXNzYWdlGAkgASgIQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQifwoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJEigKCnRvb2xfY2FsbHMYAyADKAsyFC5sYXBzX3NkLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIRCglyZWFzb25pbmcYBSABKAkiPQoEVG9vbBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NyaXB0aW9uGAIgASgJEhIKCnBhcmFtZXRlcnMYAyABKAkiNwoIVG9vbENhbGwSCgoCaWQYASABKAkSDAoEbmFtZRgCIAEoCRIRCglhcmd1bWVudHMYAyABKAkipAEKClRvb2xDaG9pY2USKQoEbW9kZRgBIAEoDjIbLmxhcHNfc2QudjEuVG9vbENob2ljZS5Nb2RlEgwKBG5hbWUYAiABKAkSDgoGc2luZ2xlGAMgASgIIk0KBE1vZGUSFAoQTU9ERV9VTlNQRUNJRklFRBAAEg0KCU1PREVfQVVUTxABEg0KCU1PREVfTk9ORRACEhEKDU1PREVfUkVRVUlSRUQQAyIXCghUb2tlbklkcxILCgNpZHMYASADKA0ivgYKDlNhbXBsaW5nUGFyYW1zEhcKCm1heF90b2tlbnMYASABKA1IAIgBARIYCgt0ZW1wZXJhdHVyZRgCIAEoAkgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFdG9wX2sYBCABKA1IA4gBARIRCgRzZWVkGAUgASgESASIAQESDAoEc3RvcBgGIAMoCRIXCgppZ25vcmVfZW9zGAcgASgISAWIAQESEgoFbWluX3AYCCABKAJIBogBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYCSABKAJIB4gBARIdChBwcmVzZW5jZV9wZW5hbHR5GAogASgCSAiIAQESHgoRZnJlcXVlbmN5X3BlbmFsdHkYCyABKAJICYgBARI9Cgpsb2dpdF9iaWFzGAwgAygLMikubGFwc19zZC52MS5TYW1wbGluZ1BhcmFtcy5Mb2dpdEJpYXNFbnRyeRIXCgptaW5fdG9rZW5zGA0gASgNSAqIAQESFgoOc3RvcF90b2tlbl9pZHMYDiADKA0SEQoJYmFkX3dvcmRzGA8gAygJEisKDWJhZF93b3Jkc19pZHMYECADKAsyFC5sYXBzX3NkLnYxLlRva2VuSWRzEhkKEWFsbG93ZWRfdG9rZW5faWRzGBEgAygNEicKGmluY2x1ZGVfc3RvcF9zdHJfaW5fb3V0cHV0GBIgASgISAuIAQESIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgTIAEoCEgMiAEBGjAKDkxvZ2l0Qmlhc0VudHJ5EgsKA2tleRgBIAEoDRINCgV2YWx1ZRgCIAEoAjoCOAFCDQoLX21heF90b2tlbnNCDgoMX3RlbXBlcmF0dXJlQggKBl90b3BfcEIICgZfdG9wX2tCBwoFX3NlZWRCDQoLX2lnbm9yZV9lb3NCCAoGX21pbl9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCEwoRX3ByZXNlbmNlX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5Qg0KC19taW5fdG9rZW5zQh0KG19pbmNsdWRlX3N0b3Bfc3RyX2luX291dHB1dEIWChRfc2tpcF9zcGVjaWFsX3Rva2VucyKlAgoLU3BlY3VsYXRpb24SKgoEbW9kZRgBIAEoDjIcLmxhcHNfc2QudjEuU3BlY3VsYXRpb24uTW9kZRIdChBtYXhfZHJhZnRfdG9rZW5zGAIgASgNSACIAQESMAoHZHJhZnRlchgDIAEoDjIfLmxhcHNfc2QudjEuU3BlY3VsYXRpb24uRHJhZnRlciI5CgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABINCglNT0RFX0FVVE8QARIMCghNT0RFX09GRhACIkkKB0RyYWZ0ZXISFwoTRFJBRlRFUl9VTlNQRUNJRklFRBAAEhEKDURSQUZURVJfTU9ERUwQARISCg5EUkFGVEVSX0xPT0tVUBACQhMKEV9tYXhfZHJhZnRfdG9rZW5zIpgBCg1HZW5lcmF0ZUV2ZW50EigKCGFjY2VwdGVkGAEgASgLMhQubGFwc19zZC52MS5BY2NlcHRlZEgAEiIKBWRlbHRhGAIgASgLMhEubGFwc19zZC52MS5EZWx0YUgAEiAKA2VuZBgDIAEoCzIRLmxhcHNfc2QudjEuRW5kZWRIABIOCgZjaG9pY2UYBCABKA1CBwoFZXZlbnQiZAoIQWNjZXB0ZWQSEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRIVCg1wcm9tcHRfdG9rZW5zGAMgASgNEgwKBHNlZWQYBCABKAQSEAoIYXR0YWNoZWQYBSABKAgiwwEKBURlbHRhEgwKBHRleHQYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEhMKC2ZpcnN0X3Rva2VuGAMgASgNEiIKBmN1cnNvchgEIAEoCzISLmxhcHNfc2QudjEuQ3Vyc29yEisKCGxvZ3Byb2JzGAUgAygLMhkubGFwc19zZC52MS5Ub2tlbkxvZ3Byb2JzEjMKD3Byb21wdF9sb2dwcm9icxgGIAEoCzIaLmxhcHNfc2QudjEuUHJvbXB0TG9ncHJvYnMiMQoGQ3Vyc29yEhIKCm5leHRfdG9rZW4YASABKA0SEwoLdGV4dF9vZmZzZXQYAiABKA0iWAoNVG9rZW5Mb2dwcm9icxIPCgdsb2dwcm9iGAEgASgCEiUKA3RvcBgCIAMoCzIYLmxhcHNfc2QudjEuVG9rZW5Mb2dwcm9iEg8KB3Vua25vd24YAyABKAgiMQoMVG9rZW5Mb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIifgoOUHJvbXB0TG9ncHJvYnMSEAoIbG9ncHJvYnMYASADKAISDQoFcmFua3MYAiADKA0SFAoMYWx0ZXJuYXRpdmVzGAMgASgNEhcKD2FsdGVybmF0aXZlX2lkcxgEIAMoDRIcChRhbHRlcm5hdGl2ZV9sb2dwcm9icxgFIAMoAiLWAQoFRW5kZWQSLwoNZmluaXNoX3JlYXNvbhgBIAEoDjIYLmxhcHNfc2QudjEuRmluaXNoUmVhc29uEg0KBWVycm9yGAIgASgJEiAKBXVzYWdlGAMgASgLMhEubGFwc19zZC52MS5Vc2FnZRIzCgtzcGVjdWxhdGlvbhgEIAEoCzIeLmxhcHNfc2QudjEuU3BlY3VsYXRpb25TdW1tYXJ5EiIKBnRpbWluZxgFIAEoCzISLmxhcHNfc2QudjEuVGltaW5nEhIKCnJlcXVlc3RfaWQYBiABKAkiVwoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIcChRjYWNoZWRfcHJvbXB0X3Rva2VucxgDIAEoDSJ3ChJTcGVjdWxhdGlvblN1bW1hcnkSDgoGcm91bmRzGAEgASgNEg8KB2RyYWZ0ZWQYAiABKA0SEAoIYWNjZXB0ZWQYAyABKA0SHgoWbWVhbl9hY2NlcHRhbmNlX2xlbmd0aBgEIAEoAhIOCgZkcmFmdHMYBSABKA0iVwoGVGltaW5nEhAKCHF1ZXVlZF9zGAEgASgBEhUKDWZpcnN0X3Rva2VuX3MYAiABKAESDwoHdG90YWxfcxgDIAEoARITCgtwcmVlbXB0aW9ucxgEIAEoDSKJAgoQR2VuZXJhdGVSZXNwb25zZRImCghhY2NlcHRlZBgBIAEoCzIULmxhcHNfc2QudjEuQWNjZXB0ZWQSDAoEdGV4dBgCIAEoCRIRCgl0b2tlbl9pZHMYAyADKA0SHgoDZW5kGAQgASgLMhEubGFwc19zZC52MS5FbmRlZBIrCghsb2dwcm9icxgFIAMoCzIZLmxhcHNfc2QudjEuVG9rZW5Mb2dwcm9icxIqCgRtb3JlGAYgAygLMhwubGFwc19zZC52MS5HZW5lcmF0ZVJlc3BvbnNlEjMKD3Byb21wdF9sb2dwcm9icxgHIAEoCzIaLmxhcHNfc2QudjEuUHJvbXB0TG9ncHJvYnMiRwoNUmVzdW1lUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEiIKBmN1cnNvchgCIAEoCzISLmxhcHNfc2QudjEuQ3Vyc29yIiMKDUNhbmNlbFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSIjCg5DYW5jZWxSZXNwb25zZRIRCgljYW5jZWxsZWQYASABKAgiJAoORXhwbGFpblJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSI/Cg9FeHBsYWluUmVzcG9uc2USLAoLZXhwbGFuYXRpb24YASABKAsyFy5sYXBzX3NkLnYxLkV4cGxhbmF0aW9uIp8GCgtFeHBsYW5hdGlvbhISCgpyZXF1ZXN0X2lkGAEgASgJEiwKBXN0YXRlGAIgASgOMh0ubGFwc19zZC52MS5FeHBsYW5hdGlvbi5TdGF0ZRIOCgZwb2xpY3kYAyABKAkSEgoFbGV2ZWwYBCABKA1IAIgBARINCgVhaGVhZBgFIAEoDRIYCgtwZXJjZXB0aWJsZRgGIAEoCEgBiAEBEhMKC3JlbWFpbmluZ19zGAcgASgBEhcKD3JlbWFpbmluZ19sb3dfcxgIIAEoARIYChByZW1haW5pbmdfaGlnaF9zGAkgASgBEg0KBWJhc2lzGAogASgJEhIKCmF0dGFpbmVkX3MYCyABKAESDgoGcm91bmRzGAwgASgNEg8KB2RyYWZ0ZWQYDSABKA0SEAoIYWNjZXB0ZWQYDiABKA0SFgoOZW1pdHRlZF90b2tlbnMYDyABKA0SEwoLcHJlZW1wdGlvbnMYECABKA0SJAoFc3RvcnkYESADKAsyFS5sYXBzX3NkLnYxLlN0b3J5TGluZRIvCg1maW5pc2hfcmVhc29uGBIgASgOMhgubGFwc19zZC52MS5GaW5pc2hSZWFzb24SDgoGdGVuYW50GBMgASgJEhAKCHByaW9yaXR5GBQgASgFEhEKCXdvcmtlcl9pZBgVIAEoCRISCgpvcmRlcmVkX2J5GBYgASgJEhQKDHRlbmFudF9haGVhZBgXIAEoCBIZChFhaGVhZF9ieV9wcmlvcml0eRgYIAEoDRIXCg9haGVhZF9ieV90ZW5hbnQYGSABKA0SFgoOYWhlYWRfYnlfbGV2ZWwYGiABKA0SEQoJd2FpdHNfZm9yGBsgASgJEhAKCHJlc2VydmVkGBwgASgIEg0KBWFnZV9zGB0gASgBImYKBVN0YXRlEhUKEVNUQVRFX1VOU1BFQ0lGSUVEEAASEAoMU1RBVEVfUVVFVUVEEAESEAoMU1RBVEVfTElTVEVEEAISEQoNU1RBVEVfUlVOTklORxADEg8KC1NUQVRFX0VOREVEEARCCAoGX2xldmVsQg4KDF9wZXJjZXB0aWJsZSI3CglTdG9yeUxpbmUSDAoEYXRfcxgBIAEoARIMCgR3aGF0GAIgASgJEg4KBmRldGFpbBgDIAEoCSITChFMaXN0TW9kZWxzUmVxdWVzdCI3ChJMaXN0TW9kZWxzUmVzcG9uc2USIQoGbW9kZWxzGAEgAygLMhEubGFwc19zZC52MS5Nb2RlbCJcCgVNb2RlbBIMCgRuYW1lGAEgASgJEhYKDmNvbnRleHRfdG9rZW5zGAIgASgNEhIKCnZvY2FiX3NpemUYAyABKA0SGQoRaGFzX2NoYXRfdGVtcGxhdGUYBCABKAgioAEKD1Rva2VuaXplUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIOCgR0ZXh0GAIgASgJSAASLAoIbWVzc2FnZXMYAyABKAsyGC5sYXBzX3NkLnYxLkNoYXRNZXNzYWdlc0gAEh8KEmFkZF9zcGVjaWFsX3Rva2VucxgIIAEoCEgBiAEBQggKBnByb21wdEIVChNfYWRkX3NwZWNpYWxfdG9rZW5zIjoKEFRva2VuaXplUmVzcG9uc2USEQoJdG9rZW5faWRzGAEgAygNEhMKC3Rva2Vuc19sZWZ0GAIgASgFIjUKEURldG9rZW5pemVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDSIiChJEZXRva2VuaXplUmVzcG9uc2USDAoEdGV4dBgBIAEoCSrUAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEh8KG0ZJTklTSF9SRUFTT05fU1RPUF9TRVFVRU5DRRADEhwKGEZJTklTSF9SRUFTT05fVElNRV9MSU1JVBAEEhsKF0ZJTklTSF9SRUFTT05fQ0FOQ0VMTEVEEAUSFwoTRklOSVNIX1JFQVNPTl9FUlJPUhAGMsYECglJbmZlcmVuY2USRQoIR2VuZXJhdGUSGy5sYXBzX3NkLnYxLkdlbmVyYXRlUmVxdWVzdBocLmxhcHNfc2QudjEuR2VuZXJhdGVSZXNwb25zZRJKCg5HZW5lcmF0ZVN0cmVhbRIbLmxhcHNfc2QudjEuR2VuZXJhdGVSZXF1ZXN0GhkubGFwc19zZC52MS5HZW5lcmF0ZUV2ZW50MAESQAoGUmVzdW1lEhkubGFwc19zZC52MS5SZXN1bWVSZXF1ZXN0GhkubGFwc19zZC52MS5HZW5lcmF0ZUV2ZW50MAESPwoGQ2FuY2VsEhkubGFwc19zZC52MS5DYW5jZWxSZXF1ZXN0GhoubGFwc19zZC52MS5DYW5jZWxSZXNwb25zZRJCCgdFeHBsYWluEhoubGFwc19zZC52MS5FeHBsYWluUmVxdWVzdBobLmxhcHNfc2QudjEuRXhwbGFpblJlc3BvbnNlEksKCkxpc3RNb2RlbHMSHS5sYXBzX3NkLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gh4ubGFwc19zZC52MS5MaXN0TW9kZWxzUmVzcG9uc2USRQoIVG9rZW5pemUSGy5sYXBzX3NkLnYxLlRva2VuaXplUmVxdWVzdBocLmxhcHNfc2QudjEuVG9rZW5pemVSZXNwb25zZRJLCgpEZXRva2VuaXplEh0ubGFwc19zZC52MS5EZXRva2VuaXplUmVxdWVzdBoeLmxhcHNfc2QudjEuRGV0b2tlbml6ZVJlc3BvbnNlYgZwcm90bzM");
 
 /**
  * Sent by a client. Everything except the prompt is optional.
@@ -177,6 +177,14 @@ export type GenerateRequest = Message<"laps_sd.v1.GenerateRequest"> & {
    * @generated from field: string cache_salt = 26;
    */
   cacheSalt: string;
+
+  /**
+   * Log probabilities to return of the prompt's tokens: of each, and of this many alternatives to it. At most as many as `logprobs` may
+   * be, and a limit of the gateway for all of them together. Such a prompt is computed anew, whatever a cache has of it.
+   *
+   * @generated from field: optional uint32 prompt_logprobs = 27;
+   */
+  promptLogprobs?: number | undefined;
 };
 
 /**
@@ -854,6 +862,13 @@ export type Delta = Message<"laps_sd.v1.Delta"> & {
    * @generated from field: repeated laps_sd.v1.TokenLogprobs logprobs = 5;
    */
   logprobs: TokenLogprobs[];
+
+  /**
+   * With the first token of the output, if requested.
+   *
+   * @generated from field: laps_sd.v1.PromptLogprobs prompt_logprobs = 6;
+   */
+  promptLogprobs?: PromptLogprobs | undefined;
 };
 
 /**
@@ -945,6 +960,53 @@ export const TokenLogprobSchema: GenMessage<TokenLogprob> = /*@__PURE__*/
   messageDesc(file_laps_sd_v1_inference, 15);
 
 /**
+ * By the target's own distribution, like TokenLogprobs, of all tokens of the prompt but the first, which nothing comes before. In
+ * columns: the n-th entry of the first two belongs to the n-th of these tokens.
+ *
+ * @generated from message laps_sd.v1.PromptLogprobs
+ */
+export type PromptLogprobs = Message<"laps_sd.v1.PromptLogprobs"> & {
+  /**
+   * @generated from field: repeated float logprobs = 1;
+   */
+  logprobs: number[];
+
+  /**
+   * 1: no token is more probable.
+   *
+   * @generated from field: repeated uint32 ranks = 2;
+   */
+  ranks: number[];
+
+  /**
+   * Alternatives to each token, the most probable ones, whether the token is one of them or not: as many as were requested, or the whole
+   * vocabulary if that is less.
+   *
+   * @generated from field: uint32 alternatives = 3;
+   */
+  alternatives: number;
+
+  /**
+   * Those to the first of the tokens, best first, then those to the second, and so on.
+   *
+   * @generated from field: repeated uint32 alternative_ids = 4;
+   */
+  alternativeIds: number[];
+
+  /**
+   * @generated from field: repeated float alternative_logprobs = 5;
+   */
+  alternativeLogprobs: number[];
+};
+
+/**
+ * Describes the message laps_sd.v1.PromptLogprobs.
+ * Use `create(PromptLogprobsSchema)` to create a new message.
+ */
+export const PromptLogprobsSchema: GenMessage<PromptLogprobs> = /*@__PURE__*/
+  messageDesc(file_laps_sd_v1_inference, 16);
+
+/**
  * The one end of a request.
  *
  * @generated from message laps_sd.v1.Ended
@@ -988,7 +1050,7 @@ export type Ended = Message<"laps_sd.v1.Ended"> & {
  * Use `create(EndedSchema)` to create a new message.
  */
 export const EndedSchema: GenMessage<Ended> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 16);
+  messageDesc(file_laps_sd_v1_inference, 17);
 
 /**
  * @generated from message laps_sd.v1.Usage
@@ -1017,7 +1079,7 @@ export type Usage = Message<"laps_sd.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 17);
+  messageDesc(file_laps_sd_v1_inference, 18);
 
 /**
  * @generated from message laps_sd.v1.SpeculationSummary
@@ -1065,7 +1127,7 @@ export type SpeculationSummary = Message<"laps_sd.v1.SpeculationSummary"> & {
  * Use `create(SpeculationSummarySchema)` to create a new message.
  */
 export const SpeculationSummarySchema: GenMessage<SpeculationSummary> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 18);
+  messageDesc(file_laps_sd_v1_inference, 19);
 
 /**
  * @generated from message laps_sd.v1.Timing
@@ -1105,7 +1167,7 @@ export type Timing = Message<"laps_sd.v1.Timing"> & {
  * Use `create(TimingSchema)` to create a new message.
  */
 export const TimingSchema: GenMessage<Timing> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 19);
+  messageDesc(file_laps_sd_v1_inference, 20);
 
 /**
  * The whole of a unary generation.
@@ -1139,11 +1201,16 @@ export type GenerateResponse = Message<"laps_sd.v1.GenerateResponse"> & {
   logprobs: TokenLogprobs[];
 
   /**
-   * Choices 1 to n - 1; the fields above are choice 0.
+   * Choices 1 to n - 1; the other fields are choice 0.
    *
    * @generated from field: repeated laps_sd.v1.GenerateResponse more = 6;
    */
   more: GenerateResponse[];
+
+  /**
+   * @generated from field: laps_sd.v1.PromptLogprobs prompt_logprobs = 7;
+   */
+  promptLogprobs?: PromptLogprobs | undefined;
 };
 
 /**
@@ -1151,7 +1218,7 @@ export type GenerateResponse = Message<"laps_sd.v1.GenerateResponse"> & {
  * Use `create(GenerateResponseSchema)` to create a new message.
  */
 export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 20);
+  messageDesc(file_laps_sd_v1_inference, 21);
 
 /**
  * @generated from message laps_sd.v1.ResumeRequest
@@ -1175,7 +1242,7 @@ export type ResumeRequest = Message<"laps_sd.v1.ResumeRequest"> & {
  * Use `create(ResumeRequestSchema)` to create a new message.
  */
 export const ResumeRequestSchema: GenMessage<ResumeRequest> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 21);
+  messageDesc(file_laps_sd_v1_inference, 22);
 
 /**
  * @generated from message laps_sd.v1.CancelRequest
@@ -1192,7 +1259,7 @@ export type CancelRequest = Message<"laps_sd.v1.CancelRequest"> & {
  * Use `create(CancelRequestSchema)` to create a new message.
  */
 export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 22);
+  messageDesc(file_laps_sd_v1_inference, 23);
 
 /**
  * @generated from message laps_sd.v1.CancelResponse
@@ -1211,7 +1278,7 @@ export type CancelResponse = Message<"laps_sd.v1.CancelResponse"> & {
  * Use `create(CancelResponseSchema)` to create a new message.
  */
 export const CancelResponseSchema: GenMessage<CancelResponse> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 23);
+  messageDesc(file_laps_sd_v1_inference, 24);
 
 /**
  * @generated from message laps_sd.v1.ExplainRequest
@@ -1228,7 +1295,7 @@ export type ExplainRequest = Message<"laps_sd.v1.ExplainRequest"> & {
  * Use `create(ExplainRequestSchema)` to create a new message.
  */
 export const ExplainRequestSchema: GenMessage<ExplainRequest> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 24);
+  messageDesc(file_laps_sd_v1_inference, 25);
 
 /**
  * @generated from message laps_sd.v1.ExplainResponse
@@ -1245,7 +1312,7 @@ export type ExplainResponse = Message<"laps_sd.v1.ExplainResponse"> & {
  * Use `create(ExplainResponseSchema)` to create a new message.
  */
 export const ExplainResponseSchema: GenMessage<ExplainResponse> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 25);
+  messageDesc(file_laps_sd_v1_inference, 26);
 
 /**
  * The place of a request, and the reason. Durations are seconds of machine time unless noted otherwise.
@@ -1429,7 +1496,7 @@ export type Explanation = Message<"laps_sd.v1.Explanation"> & {
  * Use `create(ExplanationSchema)` to create a new message.
  */
 export const ExplanationSchema: GenMessage<Explanation> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 26);
+  messageDesc(file_laps_sd_v1_inference, 27);
 
 /**
  * @generated from enum laps_sd.v1.Explanation.State
@@ -1467,7 +1534,7 @@ export enum Explanation_State {
  * Describes the enum laps_sd.v1.Explanation.State.
  */
 export const Explanation_StateSchema: GenEnum<Explanation_State> = /*@__PURE__*/
-  enumDesc(file_laps_sd_v1_inference, 26, 0);
+  enumDesc(file_laps_sd_v1_inference, 27, 0);
 
 /**
  * One thing that happened to a request.
@@ -1501,7 +1568,7 @@ export type StoryLine = Message<"laps_sd.v1.StoryLine"> & {
  * Use `create(StoryLineSchema)` to create a new message.
  */
 export const StoryLineSchema: GenMessage<StoryLine> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 27);
+  messageDesc(file_laps_sd_v1_inference, 28);
 
 /**
  * @generated from message laps_sd.v1.ListModelsRequest
@@ -1514,7 +1581,7 @@ export type ListModelsRequest = Message<"laps_sd.v1.ListModelsRequest"> & {
  * Use `create(ListModelsRequestSchema)` to create a new message.
  */
 export const ListModelsRequestSchema: GenMessage<ListModelsRequest> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 28);
+  messageDesc(file_laps_sd_v1_inference, 29);
 
 /**
  * @generated from message laps_sd.v1.ListModelsResponse
@@ -1531,7 +1598,7 @@ export type ListModelsResponse = Message<"laps_sd.v1.ListModelsResponse"> & {
  * Use `create(ListModelsResponseSchema)` to create a new message.
  */
 export const ListModelsResponseSchema: GenMessage<ListModelsResponse> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 29);
+  messageDesc(file_laps_sd_v1_inference, 30);
 
 /**
  * @generated from message laps_sd.v1.Model
@@ -1565,7 +1632,7 @@ export type Model = Message<"laps_sd.v1.Model"> & {
  * Use `create(ModelSchema)` to create a new message.
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 30);
+  messageDesc(file_laps_sd_v1_inference, 31);
 
 /**
  * @generated from message laps_sd.v1.TokenizeRequest
@@ -1608,7 +1675,7 @@ export type TokenizeRequest = Message<"laps_sd.v1.TokenizeRequest"> & {
  * Use `create(TokenizeRequestSchema)` to create a new message.
  */
 export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 31);
+  messageDesc(file_laps_sd_v1_inference, 32);
 
 /**
  * @generated from message laps_sd.v1.TokenizeResponse
@@ -1632,7 +1699,7 @@ export type TokenizeResponse = Message<"laps_sd.v1.TokenizeResponse"> & {
  * Use `create(TokenizeResponseSchema)` to create a new message.
  */
 export const TokenizeResponseSchema: GenMessage<TokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 32);
+  messageDesc(file_laps_sd_v1_inference, 33);
 
 /**
  * @generated from message laps_sd.v1.DetokenizeRequest
@@ -1654,7 +1721,7 @@ export type DetokenizeRequest = Message<"laps_sd.v1.DetokenizeRequest"> & {
  * Use `create(DetokenizeRequestSchema)` to create a new message.
  */
 export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 33);
+  messageDesc(file_laps_sd_v1_inference, 34);
 
 /**
  * @generated from message laps_sd.v1.DetokenizeResponse
@@ -1673,7 +1740,7 @@ export type DetokenizeResponse = Message<"laps_sd.v1.DetokenizeResponse"> & {
  * Use `create(DetokenizeResponseSchema)` to create a new message.
  */
 export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_laps_sd_v1_inference, 34);
+  messageDesc(file_laps_sd_v1_inference, 35);
 
 /**
  * @generated from enum laps_sd.v1.FinishReason
