@@ -646,7 +646,7 @@ class RequestProgress(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _inference_pb2.PromptLogprobs:
-        """With `position` 0 and the first token, if requested. A worker that continues behind committed tokens sends none: the record has them."""
+        """With `position` 0 and the first token, if requested. A worker that continues after committed tokens sends none: the record has them."""
 
     def __init__(
         self,

@@ -85,6 +85,9 @@ class Live:
     cached_prompt_tokens: int = 0
     logprobs: dict[int, replies.TokenLogprobs] = field(default_factory=dict)
     """Logprobs by position, if requested, as workers reported them. Not on the record."""
+    prompt_logprobs: replies.PromptLogprobs | None = None
+    """Logprobs of the prompt, if requested, as a worker reported them with the first token. On the record before that
+    token is."""
     end: End | None = None
     """How it ended; None while it has not."""
     end_message: replies.RequestEnd | None = None
@@ -118,6 +121,8 @@ class Live:
     def lease(self, lease_epoch: int, worker_id: str | None, now_s: float) -> None:
         """Set the worker that leases the request on the record; None: no worker."""
         self.lease_epoch, self.worker_id = lease_epoch, worker_id
+        if not self.committed:
+            self.prompt_logprobs = None  # another worker reports them again
         if self.trace is not None:
             self.trace.leased(lease_epoch, worker_id, now_s)
 
@@ -135,6 +140,18 @@ class Live:
     def logprobs_of(self, first: int, count: int) -> list[replies.TokenLogprobs]:
         """Return the logprobs of committed tokens, for a request with logprobs."""
         return [self.logprobs.get(at, replies.UNKNOWN_LOGPROBS) for at in range(first, first + count)]
+
+    def record_prompt_logprobs(self, found: replies.PromptLogprobs | None) -> bytes:
+        """Keep the logprobs that a worker reported for the prompt, once. Return what the record must have before it
+        has the tokens that came with them; empty: nothing.
+        """
+        most = self.request.prompt_logprobs
+        if found is None or most is None or self.prompt_logprobs is not None:
+            return b""
+        if not reports.are_whole(found, self.facts.prompt_tokens, most):
+            return b""
+        self.prompt_logprobs = found
+        return found.SerializeToString()
 
     def takes(self, progress: Progress, worker_id: str) -> bool:
         """Return whether reported tokens continue it, so that they can be written before the core has them."""
@@ -264,6 +281,7 @@ class Live:
             first_token_unix_ms=_unix_ms(self.first_token_s),
             deaths=self.deaths,
             death_round=self.death_round,
+            prompt_logprobs=b"" if self.prompt_logprobs is None else self.prompt_logprobs.SerializeToString(),
         )
 
     def leased(self, lease_epoch: int, *, now_s: float, incarnation: str) -> requests.LeasedSpecification:
@@ -342,6 +360,8 @@ def from_record(stored: StoredRequest) -> Live:
     if stored.first_token_unix_ms is not None:
         live.first_token_s = stored.first_token_unix_ms / 1000.0
         live.started_s = started_from_story(stored.story, arrival_s) or live.first_token_s
+    if stored.prompt_logprobs:
+        live.prompt_logprobs = replies.PromptLogprobs.FromString(stored.prompt_logprobs)
     if stored.end is not None:
         ended_s = (stored.ended_unix_ms or stored.arrival_unix_ms) / 1000.0
         live.finish(stored.end, stored.detail, stored.cut_characters, ended_s)

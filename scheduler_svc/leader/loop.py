@@ -75,7 +75,7 @@ from scheduler_svc.leader.turn import (
 from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.batch import Batch, Pending
-from scheduler_svc.store.records import TransitionStatus
+from scheduler_svc.store.records import PromptLogprobs, TransitionStatus
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire import replies, reports
 
@@ -357,6 +357,9 @@ class Loop:
                     live.cached_prompt_tokens = one.cached_tokens
                 if one.lease_epoch == live.lease_epoch:
                     live.record_logprobs(one.position, one.logprobs)
+                    if packed := live.record_prompt_logprobs(one.prompt_logprobs):
+                        found = PromptLogprobs(one.request_id, one.lease_epoch, packed)
+                        turn.prompt_logprobs.append(found)
 
     def _observe_queue(self, turn: Turn) -> None:
         self._rounds.hurry_late(turn.now_s, OBSERVE_S)
@@ -384,8 +387,8 @@ class Loop:
         for transition in decided:  # not later: this turn may decide about the same requests
             if (live := self.clients.live.get(transition.request_id)) is not None:
                 live.settling = False
-        if decided or turn.taken:
-            writing = asyncio.create_task(self._record(decided, turn.taken))
+        if decided or turn.taken or turn.prompt_logprobs:
+            writing = asyncio.create_task(self._record(decided, turn.taken, turn.prompt_logprobs))
             try:
                 await asyncio.sleep(0)  # it is sent now
                 self._decide(turn)
@@ -506,15 +509,20 @@ class Loop:
         self.clients.answer_cancelled(turn)
 
     async def _record(
-        self, decided: Sequence[Transition], taken: Sequence[Commit]
+        self,
+        decided: Sequence[Transition],
+        taken: Sequence[Commit],
+        prompt_logprobs: Sequence[PromptLogprobs],
     ) -> tuple[list[TransitionStatus], dict[str, TransitionStatus]]:
-        """Write both, and retry: while the record is away nothing is shown and nothing is decided. Return the
-        answers, and requests that the record was found to have lost.
+        """Write all, and retry: while the record is away nothing is shown and nothing is decided. Return the
+        answers to the transitions, and requests that the record was found to have lost.
 
         Sending the same again is safe: the record answers ALREADY for what it has. Raises Fenced.
         """
         began_s = time.perf_counter()
         batch, answers = self._batch_of(decided, taken)
+        if prompt_logprobs:
+            batch.keep_prompt_logprobs(prompt_logprobs)  # if it is stale, so are the tokens
         await until_answered(self.outage, batch.execute, fenced=self._repair.confirm_lead)
         if self.outage.stuck:
             self.roster.excuse(self.clock())

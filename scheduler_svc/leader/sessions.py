@@ -17,7 +17,7 @@ from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service.leader_link import COLUMNS_VERSION, PROTOCOL_VERSIONS
 from scheduler_svc.core.commands import AssignEntry
 from scheduler_svc.leader.live import Attachment
-from scheduler_svc.wire import replies
+from scheduler_svc.wire import replies, reports
 from scheduler_svc.wire.replies import GatewayReply, WorkerReply
 from scheduler_svc.wire.requests import LeasedSpecification
 
@@ -25,6 +25,8 @@ MAX_TOKENS_PER_MESSAGE = 65_536
 """Token ids in one message of deliveries."""
 TOKENS_PER_ALTERNATIVE = 4
 """Size of a token's probability on the wire, in token ids."""
+TOKENS_PER_PROMPT_LOGPROB = 3
+"""The same for a token of a prompt, and each of its alternatives."""
 MAX_DELIVERIES_PER_MESSAGE = 512
 MAX_ANSWERS = 10_000
 """Answers to a gateway, or drops for a worker, that may wait to be sent; with more, the peer is no longer
@@ -239,11 +241,14 @@ class GatewaySession:
             room -= len(fresh) * each
             last = attachment.next_token >= len(live.committed)
             end = live.end_message if last else None
-            if fresh and end is None and most is None and columns:
+            of_prompt = live.prompt_logprobs if first == 0 and fresh else None
+            if of_prompt is not None:
+                room -= TOKENS_PER_PROMPT_LOGPROB * reports.prompt_logprobs_in(of_prompt)
+            if fresh and end is None and most is None and of_prompt is None and columns:
                 deliveries.add_plain(attachment_id, first, fresh)
             elif fresh or end is not None:
                 logprobs = live.logprobs_of(first, len(fresh)) if most is not None else ()
-                deliveries.add(live.request_id, attachment_id, first, fresh, logprobs, end)
+                deliveries.add(live.request_id, attachment_id, first, fresh, logprobs, end, of_prompt)
             if last:
                 del self._dirty[attachment_id]
             if end is not None:

@@ -24,7 +24,13 @@ from scheduler_svc.store.codec import (
 from scheduler_svc.store.errors import Fenced
 from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.log import number_of, pack_entry, pack_row
-from scheduler_svc.store.records import LeaderEpoch, NewRequest, StoredRequest, TransitionStatus
+from scheduler_svc.store.records import (
+    LeaderEpoch,
+    NewRequest,
+    PromptLogprobs,
+    StoredRequest,
+    TransitionStatus,
+)
 from scheduler_svc.store.scripts import MAX_ENTRIES, MAX_PROMPTS, Script
 from scheduler_svc.store.tails import Logged, Plan, Tails
 
@@ -164,6 +170,12 @@ class Batch:
         """Append tokens; with an end, finish in the same transition. STALE: other lease epoch or position."""
         return self._queue(commits, _Encoder.commit)
 
+    def keep_prompt_logprobs(self, found: Sequence[PromptLogprobs]) -> Pending[list[TransitionStatus]]:
+        """Keep what workers have found of prompts, until the requests expire: before everything else of the batch, so
+        that the record has it if it has the tokens that came with it. STALE: other lease epoch.
+        """
+        return self._queue(found, _Encoder.prompt_logprobs)
+
     def finish(self, finishes: Sequence[Finish]) -> Pending[list[TransitionStatus]]:
         """End requests, whichever worker holds them. ALREADY: ended this way; GONE: ended otherwise; STALE:
         the record has lost tokens.
@@ -283,6 +295,7 @@ class _Encoder:
         self._now_ms = int(store.clock() * 1000)
         self._rows: list[bytes] = []
         self._logged: list[tuple[_Work, int]] = []
+        self._of_prompts: list[_Sent] = []
         self._encoded = _Encoded(Plan(store.tails, self._now_ms), [], number_of(store.tails.newest) + 1)
         self._plan = self._encoded.plan
 
@@ -310,6 +323,7 @@ class _Encoder:
         elif tails.has_entries and not tails.unfolded:
             keys = [self._store.keys.leader(), self._store.keys.log()]
             self._encoded.sent.append(_Sent(Call(scripts.CLEAR, keys, [self._leadership])))
+        self._encoded.sent[:0] = self._of_prompts
         if self._encoded.known and not self._encoded.sent:
             # Only the record knows whether this process leads.
             call = Call(scripts.FOLD, [self._store.keys.leader()], [self._leadership])
@@ -404,6 +418,19 @@ class _Encoder:
                 tails[commit.request_id] = tail
         return tails
 
+    def prompt_logprobs(self, work: _Work) -> None:
+        """Plan what is kept of prompts."""
+        names = self._store.keys
+        for some in _chunks(range(len(work.entries)), MAX_PROMPTS):
+            keys = [names.leader()]
+            arguments: list[Argument] = [self._leadership]
+            for index in some:
+                found = work.entries[index]
+                keys += (names.request(found.request_id), names.payload(found.request_id))
+                arguments += (found.lease_epoch, found.packed)
+            call = Call(scripts.PROMPT_LOGPROBS, keys, arguments)
+            self._of_prompts.append(_Sent(call, [(work, index) for index in some]))
+
     def finish(self, work: _Work) -> None:
         """Plan ends, each with the tokens that only the log holds."""
         names, expires_with = self._store.keys, self._store.expires_with
@@ -468,6 +495,7 @@ class _Encoder:
                     request.submission,
                     request.length_features,
                     request.prompt_blocks,
+                    request.prompt_logprobs,
                 )
                 fields = progress_fields(request) + submission_fields(request)
                 arguments += (len(fields), *fields)

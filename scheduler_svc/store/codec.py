@@ -226,6 +226,7 @@ def stored_request(
         # A request that was never released has neither, nor has one of an earlier version of the software.
         deaths=int(fields.get(b"deaths", b"0")),
         death_round=int(fields.get(b"death_round", b"0")),
+        prompt_logprobs=payload.get(b"prompt_logprobs", b""),
     )
 
 

@@ -119,6 +119,19 @@ class StoredRequest(NewRequest):
     its rounds at the last death.
     """
     death_round: int = 0
+    prompt_logprobs: bytes = b""
+    """Log probabilities of the prompt, as the leader wrote them; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt that the worker of a request has reported."""
+
+    request_id: str
+    lease_epoch: int
+    """Lease epoch of that worker."""
+    packed: bytes
+    """Opaque to the store."""
 
 
 def standing_at_arrival(sequence: int) -> Standing:

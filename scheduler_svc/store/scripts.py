@@ -39,6 +39,7 @@ FOLD = _load("fold")
 CLEAR = _load("clear")
 COMMIT = _load("commit")
 FINISH = _load("finish")
+PROMPT_LOGPROBS = _load("prompt_logprobs")
 LEASE = _load("lease")
 RELEASE = _load("release")
 RESTORE = _load("restore")
@@ -60,6 +61,7 @@ ALL = (
     CLEAR,
     COMMIT,
     FINISH,
+    PROMPT_LOGPROBS,
     LEASE,
     RELEASE,
     RESTORE,

@@ -41,6 +41,18 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         )
     if specification.logprobs > limits.RECORDED_LOGPROBS:
         raise InvalidArgument("specification.logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
+    if specification.HasField("prompt_logprobs"):
+        _check_prompt_logprobs(specification.prompt_logprobs, len(specification.prompt_ids))
+
+
+def _check_prompt_logprobs(alternatives: int, prompt_tokens: int) -> None:
+    most, count = limits.RECORDED_PROMPT_LOGPROBS, limits.prompt_logprobs_in_all(prompt_tokens, alternatives)
+    if alternatives > limits.RECORDED_LOGPROBS:
+        raise InvalidArgument("specification.prompt_logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
+    if count > most:
+        raise InvalidArgument(
+            "specification.prompt_logprobs", f"must make at most {most} log probabilities, got {count}"
+        )
 
 
 def _check_names(submit: gateway_pb.Submit) -> None:

@@ -28,6 +28,8 @@ Refused = gateway_pb.SubmitRefused
 ShardLoad = gateway_pb.ShardLoad
 TokenLogprobs = pb.TokenLogprobs
 """Logprobs of one token, passed on unread."""
+PromptLogprobs = pb.PromptLogprobs
+"""Logprobs of the tokens of a prompt, passed on unread."""
 
 UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
 MAX_COUNT = 2**32 - 1
@@ -137,8 +139,11 @@ class Deliveries:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
         end: RequestEnd | None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        """Add the next tokens of an attachment and, if it is known, the end of its request."""
+        """Add the next tokens of an attachment and, if they are known, the end of its request and, with the first
+        token, the logprobs of its prompt.
+        """
         delivery = self._deliveries.add()
         delivery.request_id = request_id
         delivery.first_token = first_token
@@ -148,6 +153,8 @@ class Deliveries:
             delivery.logprobs.extend(logprobs)
         if end is not None:
             delivery.end.CopyFrom(end)
+        if prompt_logprobs is not None:
+            delivery.prompt_logprobs.CopyFrom(prompt_logprobs)
 
     def add_plain(self, attachment_id: str, first_token: int, token_ids: Sequence[int]) -> None:
         """Add the next tokens of an attachment, in columns: for gateways that read them."""

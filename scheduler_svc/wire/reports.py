@@ -110,6 +110,8 @@ class Details(NamedTuple):
     """Prompt tokens that were in the prefix cache."""
     logprobs: Sequence[pb.TokenLogprobs]
     """Logprobs of the tokens from `position` on."""
+    prompt_logprobs: pb.PromptLogprobs | None
+    """Those of the prompt, with its first output token; None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +149,16 @@ def from_worker(
                     report.number,
                     round_reported(worker_id, report),
                     [
-                        Details(one.request_id, one.lease_epoch, one.position, one.cached, one.logprobs)
+                        Details(
+                            one.request_id,
+                            one.lease_epoch,
+                            one.position,
+                            one.cached,
+                            one.logprobs,
+                            one.prompt_logprobs if one.HasField("prompt_logprobs") else None,
+                        )
                         for one in report.progress
-                        if one.cached or one.logprobs
+                        if one.cached or one.logprobs or one.HasField("prompt_logprobs")
                     ],
                     _cache_changed(worker_id, report),
                 )
@@ -183,6 +192,22 @@ def _probe_kind(kind: worker_pb.ProbeKind) -> ProbeKind:
 def alternatives(logprobs: pb.TokenLogprobs) -> int:
     """Return the number of alternatives that the logprobs of a token name."""
     return len(logprobs.top)
+
+
+def prompt_logprobs_in(found: pb.PromptLogprobs) -> int:
+    """Return the number of logprobs, those of alternatives included."""
+    return len(found.logprobs) + len(found.alternative_logprobs)
+
+
+def are_whole(found: pb.PromptLogprobs, prompt_tokens: int, most: int) -> bool:
+    """Return whether these are the logprobs of a prompt of `prompt_tokens`, with at most `most` alternatives each."""
+    rows = prompt_tokens - 1
+    of_alternatives = len(found.alternative_ids), len(found.alternative_logprobs)
+    return (
+        found.alternatives <= most
+        and len(found.logprobs) == len(found.ranks) == rows
+        and of_alternatives == (rows * found.alternatives, rows * found.alternatives)
+    )
 
 
 def round_reported(worker_id: str, report: worker_pb.RoundReport) -> RoundReported:

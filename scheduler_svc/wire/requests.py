@@ -81,6 +81,8 @@ class AcceptedRequest:
     """Seconds that the request lives without an attached client."""
     most_logprobs: int | None
     """Most alternatives per token, as the client requested them; None without logprobs."""
+    prompt_logprobs: int | None
+    """The same for the tokens of the prompt."""
     specification: Specification
     """Specification without outputs and without an origin."""
 
@@ -149,6 +151,7 @@ def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -
         keep=new.keep,
         grace_s=max(0, new.grace_ms) / 1000.0,
         most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
+        prompt_logprobs=specification.prompt_logprobs if specification.HasField("prompt_logprobs") else None,
         specification=specification,
     )
 

@@ -20,7 +20,16 @@ from scheduler_svc.store import scripts
 from scheduler_svc.store.errors import Fenced, RecordBehind, SchemaMismatch, StoreError, StoreUnavailable
 from scheduler_svc.store.keys import SHARD_TTL_S
 from scheduler_svc.store.reading import READ_CHUNK
-from scheduler_svc.store.records import Leader, LeaderEpoch, Limits, StoredRequest, SubmitResult, SubmitStatus
+from scheduler_svc.store.records import (
+    Leader,
+    LeaderEpoch,
+    Limits,
+    PromptLogprobs,
+    StoredRequest,
+    SubmitResult,
+    SubmitStatus,
+    TransitionStatus,
+)
 from scheduler_svc.store.store import Store
 from tests.helpers import wait_until_async
 from tests.store.conftest import OpenStore
@@ -43,6 +52,7 @@ from tests.store.kit import (
     fold,
     keys_of,
     lease,
+    losing_answers,
     read,
     take_over,
     ttls_ms,
@@ -586,6 +596,69 @@ class TestEnd:
         ended = await read(store)
         assert (ended.length_features, ended.prompt_blocks) == (b"", b"")
 
+    async def test_log_probabilities_of_a_prompt_stay_until_the_request_expires(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        batch = store.batch()
+        tokens = batch.commit([a_commit()])
+        kept = batch.keep_prompt_logprobs([PromptLogprobs("r1", 1, b"values")])
+        await batch.execute()
+
+        assert (kept.result(), tokens.result()) == ([OK], [OK])
+        assert (await read(store)).prompt_logprobs == b"values"
+        assert await One(store).finish(a_finish()) is OK
+        assert (await read(store)).prompt_logprobs == b"values"
+        assert await client.pttl(store.keys.payload("r1")) > 0
+
+    async def test_log_probabilities_of_a_prompt_are_written_before_its_tokens(self, store: Store) -> None:
+        """A server that loses the last of what was written then loses the tokens too."""
+        await accept(store, a_request())
+        await lease(store)
+        with losing_answers(store) as sent:
+            batch = store.batch()
+            batch.commit([a_commit()])
+            batch.keep_prompt_logprobs([PromptLogprobs("r1", 1, b"values")])
+            await batch.execute()
+        [calls] = sent
+        assert [call.script.name for call in calls] == ["prompt_logprobs", "append"]
+        await batch.execute()
+        assert (await read(store)).committed_ids == a_commit().tokens
+
+    @pytest.mark.parametrize(
+        ("request_id", "lease_epoch", "answer"),
+        [("r1", 2, STALE), ("r2", 1, GONE)],
+        ids=["other lease", "unknown"],
+    )
+    async def test_log_probabilities_of_another_lease_change_nothing(
+        self, store: Store, request_id: str, lease_epoch: int, answer: TransitionStatus
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+
+        found = PromptLogprobs(request_id, lease_epoch, b"values")
+        assert await One(store).keep_prompt_logprobs(found) is answer
+        assert (await read(store)).prompt_logprobs == b""
+
+    async def test_log_probabilities_of_an_ended_prompt_change_nothing(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        assert await One(store).finish(a_finish()) is OK
+
+        assert await One(store).keep_prompt_logprobs(PromptLogprobs("r1", 1, b"values")) is GONE
+        assert (await read(store)).prompt_logprobs == b""
+
+    async def test_log_probabilities_of_a_prompt_are_written_back(self, store: Store) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await One(store).commit(a_commit())
+        await fold(store)
+        lost = replace(await read(store), prompt_logprobs=b"values", committed_ids=(11, 12, 13, 14))
+
+        assert await One(store).restore(lost) is OK
+        assert (await read(store)).prompt_logprobs == b"values"
+
     async def test_a_process_that_never_saw_the_submission_lets_its_key_expire_too(
         self, store: Store, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
@@ -1095,6 +1168,7 @@ class TestLeadership:
             "lease": Lease("r1", "w2", 2),
             "release": Release("r1", 1),
             "restore": replace(stored, committed_ids=(1, 2)),
+            "keep_prompt_logprobs": PromptLogprobs("r1", 1, b"values"),
         }
         batches = []
         for verb, command in old_batches.items():

@@ -167,8 +167,8 @@ class Specification:
     format: OutputFormat | None = None
     # None = off; else the log probability of each token, and this number of alternatives.
     logprobs: int | None = None
-    # None = off; else the log probability of each token of the prompt, and this number of alternatives. Without effect behind
-    # committed tokens.
+    # None = off; else the log probability of each token of the prompt, and this number of alternatives. Without effect if
+    # there are committed tokens.
     prompt_logprobs: int | None = None
     origin: bytes = b""  # returned to the sender unchanged; has no meaning here
     # KV is shared between requests with equal salts only.

@@ -10,7 +10,8 @@
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, shard_ttl_ms, then per entry
 --     id, tenant, body_hash, sequence, tokens (prompt tokens and max_tokens), lease_epoch, committed ids,
---     prompt, submission, length_features (empty: none), prompt_blocks (empty: none), n, then n strings: field, value, … of the request hash
+--     prompt, submission, length_features (empty: none), prompt_blocks (empty: none), prompt_logprobs (empty: none), n, then n strings:
+--     field, value, … of the request hash
 --   returns per entry OK, ALREADY (the record holds exactly this much), STALE (it holds more, or other tokens)
 --           or GONE (it has ended); or {'fenced'}
 local leadership, shard_ttl_ms = ARGV[1], ARGV[2]
@@ -45,7 +46,8 @@ local function restore(k, a)
             redis.call('SET', KEYS[AFTER_QUEUE], sequence, 'PX', shard_ttl_ms)
         end
     end
-    redis.call('HSET', request, unpack(ARGV, a + 12, a + 11 + ARGV[a + 11]))
+    if ARGV[a + 11] ~= '' then redis.call('HSET', payload, 'prompt_logprobs', ARGV[a + 11]) end
+    redis.call('HSET', request, unpack(ARGV, a + 13, a + 12 + ARGV[a + 12]))
     if committed ~= '' then redis.call('SET', tokens_key, committed) end
     return OK
 end
@@ -53,6 +55,6 @@ end
 local answers, k, a = {}, AFTER_QUEUE + 1, 3
 while a <= #ARGV do
     answers[#answers + 1] = restore(k, a)
-    k, a = k + 4, a + 12 + ARGV[a + 11]
+    k, a = k + 4, a + 13 + ARGV[a + 12]
 end
 return answers

@@ -152,6 +152,7 @@ class GatewayPeer(Peer):
         attachment_id: str = "",
         submission_id: int = 1,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         cache_salt: str = "",
         **fields: Any,
     ) -> gateway_pb.SubmitReply:
@@ -160,6 +161,7 @@ class GatewayPeer(Peer):
             prompt_ids=prompt,
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, top_p=1.0, seed=7),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             cache_salt=cache_salt,
         )
         submit = gateway_pb.Submit(
