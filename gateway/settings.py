@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
-from laps_sd.contract.limits import MAX_LOGPROBS
+from laps_sd.contract.limits import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving_settings import ServingSettings
@@ -212,6 +212,13 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "are refused.",
         minimum=0,
         maximum=MAX_LOGPROBS,
+    )
+    max_prompt_logprobs: int = field(
+        131_072,
+        help="Largest number of log probabilities of the tokens of prompts in one call: for each output the tokens of its"
+        " prompt, and of each the alternatives.",
+        minimum=1,
+        maximum=MAX_PROMPT_LOGPROBS,
     )
     max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 

@@ -209,6 +209,9 @@ func (o *output) unseen(delta *pb.Delta) *pb.Delta {
 	if o.nextToken > rest.FirstToken {
 		rest.FirstToken = o.nextToken
 	}
+	if seenTokens <= 0 { // they come with the first token
+		rest.PromptLogprobs = delta.PromptLogprobs
+	}
 	if rest.Text == "" && len(rest.TokenIds) == 0 {
 		return nil
 	}
@@ -245,6 +248,9 @@ func (c *collection) add(event *Event) {
 		c.texts[event.Choice].WriteString(event.Delta.Text)
 		response.TokenIds = append(response.TokenIds, event.Delta.TokenIds...)
 		response.Logprobs = append(response.Logprobs, event.Delta.Logprobs...)
+		if event.Delta.PromptLogprobs != nil {
+			response.PromptLogprobs = event.Delta.PromptLogprobs
+		}
 	case event.End != nil:
 		response.End = event.End
 	}

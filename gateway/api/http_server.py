@@ -21,6 +21,7 @@ it is an event, because the status was already sent.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import socket
@@ -328,6 +329,10 @@ class HttpServer:
             while not generation.over:
                 for choice, piece in await generation.read():
                     reply.add(choice, piece)
+            if any(one.HasField("prompt_logprobs") for one in parsed.requests):
+                # The answer may be a thousand times as long as others: other calls go on while it is written.
+                text = await asyncio.to_thread(lambda: json.dumps(reply.whole()))
+                return web.json_response(text=text, headers=headers)
             return web.json_response(reply.whole(), headers=headers)
 
 

@@ -143,6 +143,8 @@ def _delta_event(choice: int, piece: Piece) -> inference_pb2.GenerateEvent:
     delta.cursor.text_offset = piece.text_offset
     if piece.logprobs:
         delta.logprobs.extend(piece.logprobs)
+    if piece.prompt_logprobs is not None:
+        delta.prompt_logprobs.CopyFrom(piece.prompt_logprobs)
     return event
 
 
@@ -154,6 +156,8 @@ async def _collect(generation: Generation) -> inference_pb2.GenerateResponse:
             texts[choice].append(piece.text)
             responses[choice].token_ids.extend(piece.token_ids)
             responses[choice].logprobs.extend(piece.logprobs)
+            if piece.prompt_logprobs is not None:
+                responses[choice].prompt_logprobs.CopyFrom(piece.prompt_logprobs)
             if piece.end is not None:
                 responses[choice].end.CopyFrom(piece.end)
     for response, text in zip(responses, texts, strict=True):

@@ -31,6 +31,7 @@ from gateway.calls.tools import output_format_of
 from gateway.calls.validation import (
     check_ids,
     check_model,
+    check_prompt_logprobs,
     check_request,
     choices_of,
 )
@@ -46,6 +47,7 @@ from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.contract.length_features import FeatureHash
+from laps_sd.contract.limits import prompt_logprobs_in_all
 from laps_sd.contract.prompt_blocks import name_blocks
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.advice import StreamTurns
@@ -253,14 +255,21 @@ class Calls:
         Raises before any of them is submitted."""
         made: list[link_pb2.Submit] = []
         states: list[State | None] = []
+        of_prompts = 0
         for request in requests:
             rendered = self._prompts.rendered(request)
             markers = self.model.dialect.reasoning
             state = markers.state_after(rendered) if markers and rendered and reads_markup else None
             wanted = await self._format_of(request, state)
             prompt_ids = await self._prompts.ids_of(request, rendered)
+            if wants_prompt := request.HasField("prompt_logprobs"):
+                each = prompt_logprobs_in_all(len(prompt_ids), request.prompt_logprobs)
+                of_prompts += choices_of(request) * each
+                check_prompt_logprobs(of_prompts, self.settings)
             features = self._prompts.features_of(request)
-            blocks = name_blocks(prompt_ids, cache_salt(request, self.settings, caller.tenant))
+            # What a worker has computed of such a prompt saves it nothing.
+            salt = cache_salt(request, self.settings, caller.tenant)
+            blocks = b"" if wants_prompt else name_blocks(prompt_ids, salt)
             seed = secrets.randbits(64)
             for choice in range(choices_of(request)):
                 submit = complete(

@@ -84,6 +84,8 @@ def complete(
         specification.max_draft_tokens = request.speculation.max_draft_tokens
     if request.HasField("logprobs"):
         specification.logprobs = request.logprobs
+    if request.HasField("prompt_logprobs"):
+        specification.prompt_logprobs = request.prompt_logprobs
 
     submit = gateway_link_pb2.Submit(
         tenant=tenant,

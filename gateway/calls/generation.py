@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 from gateway.calls.output import Output, Piece
 from gateway.calls.stream_metrics import StreamMetrics
-from gateway.links.client_stream import Accepted, ClientStream
+from gateway.links.client_stream import Accepted, Batch, ClientStream
 from gateway.links.link import ShardLink
 from gateway.model.reasoning import State
 from gateway.tracing import CallSpan
+from laps_sd.errors import FailedPrecondition
 from laps_sd.v1 import inference_pb2
 
 __all__ = ["Attachment", "Generation"]
@@ -29,11 +30,17 @@ class Attachment:
         self.stream = stream
         self.acceptance = acceptance
         self.over = False
+        submit = stream.submit
+        self._awaits_prompt = submit is not None and submit.specification.HasField("prompt_logprobs")
 
     def take(self, now: float) -> Piece:
-        """Return the output since the last call. Raises the stream's failure."""
+        """Return the output since the last call. Raises the stream's failure, and FailedPrecondition if the log
+        probabilities of the prompt are missing."""
         batch = self.link.take(self.stream, now)
         count = len(batch.token_ids)
+        if self._awaits_prompt and count:
+            self._awaits_prompt = False
+            self._check_prompt(batch)
         self.metrics.tokens(count, now)
         if self.span is not None:
             self.span.tokens(count)
@@ -44,6 +51,19 @@ class Attachment:
                 self.span.ended(piece.end)
             self.over = True
         return piece
+
+    def _check_prompt(self, batch: Batch) -> None:
+        """Check that the log probabilities of the prompt came with its first token."""
+        if batch.prompt_logprobs is not None:
+            return
+        if self.acceptance.prompt_tokens > 1:
+            raise FailedPrecondition(
+                "the log probabilities of the prompt are missing: the scheduler or the worker is of a release that"
+                " does not have them, or they were lost together with the record"
+            )
+        batch.prompt_logprobs = (
+            inference_pb2.PromptLogprobs()
+        )  # of a single token, which nothing comes before
 
 
 class Generation:

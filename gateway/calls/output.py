@@ -34,6 +34,8 @@ class Piece:
     end: inference_pb2.Ended | None
     stop: str = ""
     """The stop string that ended the output."""
+    prompt_logprobs: inference_pb2.PromptLogprobs | None = None
+    """With the first token, if they were requested."""
 
 
 def accepted_event(acceptance: Accepted, model: ModelFiles) -> inference_pb2.Accepted:
@@ -92,6 +94,7 @@ class Output:
             self._text.text_offset,
             None if batch.end is None else self._ended(batch.end),
             self._text.stopped_by if batch.end is not None else "",
+            None if known else batch.prompt_logprobs,
         )
 
     def _ended(self, end: link_pb2.RequestEnd) -> inference_pb2.Ended:

@@ -37,6 +37,7 @@ __all__ = [
     "ROLES",
     "check_ids",
     "check_model",
+    "check_prompt_logprobs",
     "check_request",
     "choices_of",
     "prompt_too_long",
@@ -105,10 +106,21 @@ def check_request(
         raise InvalidArgument("expected_output_tokens", "must be at least 1, got 0")
     if request.HasField("n") and not 1 <= request.n <= settings.max_choices:
         raise InvalidArgument("n", f"must be from 1 to {settings.max_choices}, got {request.n}")
-    if request.HasField("logprobs") and settings.max_logprobs is None:
-        raise InvalidArgument("logprobs", "must be absent: this gateway gives no log probabilities")
-    if settings.max_logprobs is not None and request.logprobs > settings.max_logprobs:
-        raise InvalidArgument("logprobs", f"must be at most {settings.max_logprobs}, got {request.logprobs}")
+    for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if request.HasField(name) and settings.max_logprobs is None:  # type: ignore[arg-type]
+            raise InvalidArgument(name, "must be absent: this gateway gives no log probabilities")
+        if settings.max_logprobs is not None and count > settings.max_logprobs:
+            raise InvalidArgument(name, f"must be at most {settings.max_logprobs}, got {count}")
+
+
+def check_prompt_logprobs(in_all: int, settings: GatewaySettings) -> None:
+    """Raise InvalidArgument for too many log probabilities of the tokens of prompts in one call."""
+    if in_all > settings.max_prompt_logprobs:
+        raise InvalidArgument(
+            "prompt_logprobs",
+            f"must make at most {settings.max_prompt_logprobs} log probabilities in one call (of each output the tokens of"
+            f" its prompt, each with its alternatives), got {in_all}",
+        )
 
 
 def check_model(name: str, model: ModelFiles) -> None:

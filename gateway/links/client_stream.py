@@ -38,6 +38,7 @@ class Batch:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
     end: link_pb2.RequestEnd | None = None  # arrives together with the last tokens
+    prompt_logprobs: inference_pb2.PromptLogprobs | None = None  # arrive together with the first token
 
 
 @dataclass(slots=True, eq=False)

@@ -207,7 +207,8 @@ class Streams:
         if streams is None:
             return []
         end = delivery.end if delivery.HasField("end") else None
-        given = delivery.first_token, delivery.token_ids, now, delivery.logprobs, end
+        of_prompt = delivery.prompt_logprobs if delivery.HasField("prompt_logprobs") else None
+        given = delivery.first_token, delivery.token_ids, now, delivery.logprobs, end, of_prompt
         if delivery.attachment_id:
             stream = streams.get(delivery.attachment_id)
             return [] if stream is None else self._receive(stream, *given)
@@ -239,6 +240,7 @@ class Streams:
         now: float,
         logprobs: Sequence[inference_pb2.TokenLogprobs] = (),
         end: link_pb2.RequestEnd | None = None,
+        prompt_logprobs: inference_pb2.PromptLogprobs | None = None,
     ) -> list[Message]:
         if not stream.receives:
             return []
@@ -261,6 +263,8 @@ class Streams:
         waiting.token_ids += token_ids
         if logprobs:
             waiting.logprobs += logprobs[known : known + count]
+        if prompt_logprobs is not None and stream.next_token == 0 and count:
+            waiting.prompt_logprobs = prompt_logprobs
         stream.next_token += count
         if stream.submit is not None:
             stream.received.extend(token_ids)

@@ -175,6 +175,7 @@ def _unseen(delta: Delta, cursor: Cursor) -> Delta | None:
         first_token=max(delta.first_token, cursor.next_token),
         cursor=delta.cursor,
         logprobs=delta.logprobs[max(0, tokens) :],
+        prompt_logprobs=delta.prompt_logprobs if tokens <= 0 and delta.HasField("prompt_logprobs") else None,
     )
     return rest if rest.text or rest.token_ids else None
 
@@ -191,6 +192,8 @@ def collect(events: Sequence[Chosen]) -> GenerateResponse:
                 texts[choice].append(event.text)
                 responses[choice].token_ids.extend(event.token_ids)
                 responses[choice].logprobs.extend(event.logprobs)
+                if event.HasField("prompt_logprobs"):
+                    responses[choice].prompt_logprobs.CopyFrom(event.prompt_logprobs)
             case Ended():
                 responses[choice].end.CopyFrom(event)
     for response, text in zip(responses, texts, strict=True):

@@ -81,6 +81,7 @@ class Options(SamplingOptions, ChatOptions, total=False):
     """What is computed for the prompt is used for requests with the same salt only."""
     keep: bool
     logprobs: int
+    prompt_logprobs: int
     n: int
     """Number of outputs for the one prompt."""
     add_special_tokens: bool
@@ -115,6 +116,7 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         cache_salt=options.get("cache_salt", ""),
         keep=options.get("keep", False),
         logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
         n=options.get("n"),
         output_format=options.get("output_format"),
         add_special_tokens=options.get("add_special_tokens"),

@@ -881,7 +881,7 @@ class TokenLogprobs(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     unknown: _builtins.bool
-    """No longer known: the record does not hold log probabilities, and the leader has changed since the token came."""
+    """No longer known: the record does not hold those of outputs, and the leader has changed since the token came."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(

@@ -54,6 +54,7 @@ LARGEST = pb.GenerateRequest(
     ),
     output_format=pb.OutputFormat(regex="🦊" * limits.MAX_FORMAT_CHARACTERS),
     logprobs=limits.MAX_LOGPROBS,
+    prompt_logprobs=limits.MAX_LOGPROBS,
 )
 """With characters of four bytes in UTF-8."""
 

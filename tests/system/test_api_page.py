@@ -219,12 +219,23 @@ def return_token_ids(api: Api) -> None:
 
 def echo(api: Api) -> None:
     assert api.text(echo=True)["choices"][0]["text"].startswith("The capital of France is")
-    with pytest.raises(openai.BadRequestError, match="echo cannot be used with logprobs"):
-        api.text(echo=True, logprobs=1)
+    (choice,) = api.text(echo=True, logprobs=1, max_tokens=0)["choices"]
+    assert choice["text"] == "The capital of France is"
+    assert choice["logprobs"]["tokens"][-1] == " is"
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert all(value < 0 for value in choice["logprobs"]["token_logprobs"][1:])
 
 
 def prompt_logprobs(api: Api) -> None:
-    api.refuses(prompt_logprobs=1)
+    (choice,) = api.text(prompt_logprobs=1, return_token_ids=True)["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    for token, entry in zip(choice["prompt_token_ids"][1:], others, strict=True):
+        assert entry[str(token)]["decoded_token"] == TOKENIZER.decode([token])
+        assert [each["rank"] for each in entry.values()][-1] == 1
+    assert len(api.chat(prompt_logprobs=0)["prompt_logprobs"]) > 1
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs cannot be used with stream: true"):
+        api.text(prompt_logprobs=1, stream=True)
 
 
 def add_special_tokens(api: Api) -> None:

@@ -1733,7 +1733,7 @@ type TokenLogprobs struct {
 
 	Logprob float32         `protobuf:"fixed32,1,opt,name=logprob,proto3" json:"logprob,omitempty"`
 	Top     []*TokenLogprob `protobuf:"bytes,2,rep,name=top,proto3" json:"top,omitempty"`
-	// No longer known: the record does not hold log probabilities, and the leader has changed since the token came.
+	// No longer known: the record does not hold those of outputs, and the leader has changed since the token came.
 	Unknown bool `protobuf:"varint,3,opt,name=unknown,proto3" json:"unknown,omitempty"`
 }
 

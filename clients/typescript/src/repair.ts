@@ -197,6 +197,7 @@ function unseenPart(delta: Delta, cursor: Cursor): Delta | undefined {
     logprobs: delta.logprobs.slice(Math.max(0, seenTokens)),
   });
   if (delta.cursor) rest.cursor = delta.cursor;
+  if (seenTokens <= 0 && delta.promptLogprobs) rest.promptLogprobs = delta.promptLogprobs; // with the first token
   return rest.text || rest.tokenIds.length ? rest : undefined;
 }
 
@@ -215,6 +216,7 @@ export function collect(events: readonly StreamEvent[]): GenerateResponse {
         // One by one: the arguments of a call are limited, and a resumed output can come as one delta.
         for (const token of event.value.tokenIds) response.tokenIds.push(token);
         for (const logprob of event.value.logprobs) response.logprobs.push(logprob);
+        if (event.value.promptLogprobs) response.promptLogprobs = event.value.promptLogprobs;
         break;
       case "end":
         response.end = event.value;

@@ -172,6 +172,7 @@ class Body(SamplingFields):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -191,4 +192,6 @@ class CompletionBody(Body):
     """The body of a completion of texts or token ids."""
 
     logprobs: Logprobs = None
+    # 0 with `echo`: the prompt alone.
+    max_tokens: Count | None = None
     prompt: Prompt

@@ -11,6 +11,7 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.echo import echo_of
 from gateway.api.openai.errors import error_json
 from gateway.api.openai.message import MessageReader, readers_of
+from gateway.api.openai.prompt_logprobs import beginning_of_logprobs, vllm_json
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.output import Piece
 from gateway.model.detokenizer import TokenDecoder
@@ -48,6 +49,10 @@ class _Choice:
     last_token: int = -1
     stop: str = ""
     """The stop string that ended it."""
+    of_prompt: inference_pb2.PromptLogprobs | None = None
+    """Log probabilities of the prompt."""
+    begins_with_prompt: bool = False
+    """The next log probabilities to be sent are those of the prompt, and its text if it is a stream."""
 
 
 class Reply:
@@ -76,7 +81,9 @@ class Reply:
         self._completion_tokens = 0
         ids = [one.request_id for one in accepted]
         readers = readers_of(parsed, model.dialect, states or [None] * len(ids), model.pieces, ids)
-        self._choices = [_Choice(reader=reader) for reader in readers]
+        # Both begin with the prompt, and come together.
+        begins_with_prompt = parsed.echo and not self._chat and self._has_logprobs
+        self._choices = [_Choice(reader=reader, begins_with_prompt=begins_with_prompt) for reader in readers]
         self._prompts = prompts
         self._echoes = [""] * len(accepted)
         if parsed.echo:
@@ -98,6 +105,10 @@ class Reply:
 
     def _add_output(self, choice: int, piece: Piece) -> None:
         kept = self._choices[choice]
+        if piece.prompt_logprobs is not None:
+            kept.of_prompt = piece.prompt_logprobs
+        if self._parsed.echo_only:
+            return
         self._completion_tokens += len(piece.token_ids)
         if piece.logprobs:
             kept.logprobs.extend(zip(piece.token_ids, piece.logprobs, strict=False))
@@ -136,16 +147,16 @@ class Reply:
                 {
                     "index": index,
                     **content,
-                    "logprobs": self._logprobs(choice),
-                    "finish_reason": _finish(choice),
+                    "logprobs": self._logprobs(index),
+                    "finish_reason": self._finish(choice),
                     "stop_reason": self._stop_reason(choice),
                     **self._token_ids(choice),
-                    **(self._prompt_ids(index) if not self._chat else {}),
+                    **(self._of_prompt(index) if not self._chat else {}),
                 }
             )
         return {
             **self._envelope("chat.completion" if self._chat else "text_completion"),
-            **(self._prompt_ids(0) if self._chat else {}),
+            **(self._of_prompt(0) if self._chat else {}),
             "choices": choices,
             "usage": self._usage(),
             "metrics": self._metrics(),
@@ -158,25 +169,34 @@ class Reply:
             if self._chat:
                 first: Json = {"delta": {"role": "assistant", "content": echo}}
                 parts.append(sse(self._chunk(index, first, None) | self._prompt_ids(index)))
-            elif echo or self._parsed.return_token_ids:
+            elif (echo or self._parsed.return_token_ids) and not self._choices[index].begins_with_prompt:
                 parts.append(sse(self._chunk(index, {"text": echo} | self._prompt_ids(index), None)))
         return b"".join(parts)
 
     def events(self, choice: int, piece: Piece) -> bytes:
         """Return the events of a piece, and add it. Raises the failure of a failed choice; then the piece has
         no events."""
+        events = self._prompt_event(choice, piece)
         self._add_output(choice, piece)
         reader = self._choices[choice].reader
         if reader is not None:
             deltas = reader.deltas(piece.text, piece.token_ids, over=piece.end is not None)
-            events = b"".join(self._delta_event(choice, delta) for delta in deltas)
-        else:
-            events = self._text_event(choice, piece.text) if piece.text else b""
+            events += b"".join(self._delta_event(choice, delta) for delta in deltas)
+        elif piece.text and not self._parsed.echo_only:
+            events += self._text_event(choice, piece.text)
         if piece.end is not None:
             self._add_end(choice, piece.end)
             last: Json = {"delta": {}} if self._chat else {"text": ""}
-            events += sse(self._chunk(choice, last, _finish(self._choices[choice])))
+            events += sse(self._chunk(choice, last, self._finish(self._choices[choice])))
         return events
+
+    def _prompt_event(self, index: int, piece: Piece) -> bytes:
+        """Return the event with the prompt and its log probabilities, before the first output."""
+        choice = self._choices[index]
+        if not choice.begins_with_prompt or not (piece.token_ids or piece.end):
+            return b""
+        choice.of_prompt = piece.prompt_logprobs
+        return sse(self._chunk(index, {"text": self._echoes[index]} | self._prompt_ids(index), None))
 
     def closing(self) -> bytes:
         """Return the last events: usage if it was requested, and the mark of the end."""
@@ -233,7 +253,7 @@ class Reply:
                 {
                     "index": index,
                     **content,
-                    "logprobs": self._logprobs(self._choices[index]),
+                    "logprobs": self._logprobs(index),
                     "finish_reason": finish_reason,
                     **self._ending(self._choices[index]),
                     **self._token_ids(self._choices[index]),
@@ -247,10 +267,20 @@ class Reply:
     def _ending(self, choice: _Choice) -> Json:
         return {} if choice.end is None else {"stop_reason": self._stop_reason(choice)}
 
+    def _finish(self, choice: _Choice) -> str | None:
+        assert choice.end is not None, "only what has ended has a reason"
+        if self._parsed.echo_only:
+            return OPENAI[End.LENGTH]
+        reason = OPENAI[end_of_reason(choice.end.finish_reason)]
+        called = choice.reader is not None and choice.reader.has_calls
+        return "tool_calls" if called and reason == "stop" else reason
+
     def _stop_reason(self, choice: _Choice) -> str | int | None:
         """Return vLLM's `stop_reason`: the stop string or the stop token that ended an output."""
         assert choice.end is not None, "only what has ended has a reason"
         match end_of_reason(choice.end.finish_reason):
+            case _ if self._parsed.echo_only:
+                return None
             case End.STOP_SEQUENCE:
                 return choice.stop or None
             case End.STOP if choice.last_token in self._parsed.requests[0].sampling.stop_token_ids:
@@ -267,11 +297,20 @@ class Reply:
     def _prompt_ids(self, index: int) -> Json:
         return {"prompt_token_ids": list(self._prompts[index])} if self._parsed.return_token_ids else {}
 
-    def _logprobs(self, choice: _Choice) -> Json | None:
+    def _of_prompt(self, index: int) -> Json:
+        """Return the fields of a prompt that are wanted."""
+        most, found = self._parsed.prompt_logprobs, self._choices[index].of_prompt
+        if most is None:
+            return self._prompt_ids(index)
+        entries = None if found is None else vllm_json(found, self._prompts[index], most, self._decoded)
+        return self._prompt_ids(index) | {"prompt_logprobs": entries}
+
+    def _logprobs(self, index: int) -> Json | None:
         """Return the log probabilities that have not been sent; None if there are none. Unknown ones are
         null, as OpenAI writes the first token's."""
         if not self._has_logprobs:
             return None
+        choice = self._choices[index]
         told, choice.logprobs = choice.logprobs, []
         if self._chat:
             return {
@@ -283,13 +322,14 @@ class Reply:
                     for token, one in told
                 ]
             }
+        before = self._logprobs_of_prompt(index)
         if choice.text is None:
             choice.text = TokenDecoder(self._files.decode, self._files.silent_ids)
         offsets = []
         for token, _ in told:
             offsets.append(choice.characters)
             choice.characters += len(choice.text.feed([token]))
-        return {
+        of_output: Json = {
             "tokens": [self._name(token, "bytes:") for token, _ in told],
             "token_logprobs": [None if one.unknown else one.logprob for _, one in told],
             "top_logprobs": [
@@ -297,6 +337,25 @@ class Reply:
             ],
             "text_offset": offsets,
         }
+        return {name: before[name] + values for name, values in of_output.items()} if before else of_output
+
+    def _logprobs_of_prompt(self, index: int) -> Json:
+        """Return the log probabilities of the prompt, once, if those of a choice begin with them."""
+        choice = self._choices[index]
+        if not choice.begins_with_prompt:
+            return {}
+        choice.begins_with_prompt, choice.characters = False, len(self._echoes[index])
+        prompt = self._prompts[index]
+        if choice.of_prompt is None:
+            return {}  # it ended before its first token
+        text, offsets = TokenDecoder(self._files.decode, self._files.silent_ids), [0]
+        for token in prompt:
+            offsets.append(min(offsets[-1] + len(text.feed([token])), choice.characters))
+        most = self._parsed.requests[0].logprobs
+        found = beginning_of_logprobs(
+            choice.of_prompt, prompt, most, lambda token: self._name(token, "bytes:")
+        )
+        return found | {"text_offset": offsets[:-1]}
 
     def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
         return {
@@ -315,6 +374,10 @@ class Reply:
             return octets.decode()
         except UnicodeDecodeError:
             return before + "".join(f"\\x{octet:02x}" for octet in octets)
+
+    def _decoded(self, token: int) -> str:
+        """Return a token's text, with replacement characters for part of a character, as vLLM does."""
+        return self._files.pieces.bytes_of(token).decode(errors="replace")
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
@@ -357,13 +420,6 @@ class Reply:
                 "preemptions": timing.preemptions,
             }
         return metrics
-
-
-def _finish(choice: _Choice) -> str | None:
-    assert choice.end is not None, "only what has ended has a reason"
-    reason = OPENAI[end_of_reason(choice.end.finish_reason)]
-    called = choice.reader is not None and choice.reader.has_calls
-    return "tool_calls" if called and reason == "stop" else reason
 
 
 def sse(value: Json) -> bytes:

@@ -54,7 +54,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (False, True),
     "prediction": (),
     "prompt_embeds": ([],),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
     "return_token_offsets": (False,),
@@ -77,7 +76,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
 REASONS: Mapping[str, str] = {
     "guided_decoding_backend": "formats have one backend here",
     "guided_whitespace_pattern": "the blanks between the parts of JSON are fixed",
-    "prompt_logprobs": "the log probabilities of a prompt are not computed",
     "truncate_prompt_tokens": "a prompt is never cut; send fewer tokens",
     "use_beam_search": "outputs are sampled; n makes several",
 }
@@ -123,7 +121,12 @@ class ParsedRequest:
     include_reasoning: bool = True
     echo: bool = False
     """The text begins with the prompt; in a chat with an assistant's last message."""
+    echo_only: bool = False
+    """The answer has nothing but the prompt. One token is generated all the same, since it comes with the log probabilities
+    of the prompt, and left out."""
     return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+    """Alternatives of each token in the field of this name; None: it is not wanted."""
     names: Sequence[tuple[str, str]] = ()
     """Beginnings of names of fields, with those of the API whose body this was; see `fields_of_chats.renamed`."""
     tokens_as_ids: bool = False
@@ -162,7 +165,11 @@ def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest
     if completion.logprobs is not None:
         request.logprobs = completion.logprobs
         if completion.echo:
-            raise InvalidArgument("echo", "cannot be used with logprobs: those of a prompt are not computed")
+            request.prompt_logprobs = max(completion.logprobs, request.prompt_logprobs)
+    if completion.max_tokens == 0:
+        if not completion.echo:
+            raise InvalidArgument("max_tokens", "must be at least 1; 0 needs echo: true")
+        request.sampling.max_tokens = 1
     requests = []
     for prompt in _prompts(completion.prompt):
         one = inference_pb2.GenerateRequest()
@@ -173,7 +180,10 @@ def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest
             one.token_ids.ids.extend(prompt)
         requests.append(one)
     _check_other_fields(body, CompletionBody, on_unknown)
-    return _parsed("text", completion, requests, format_field)
+    parsed = _parsed("text", completion, requests, format_field)
+    if completion.echo and completion.prompt_logprobs is None:
+        parsed = replace(parsed, names=(("prompt_logprobs", "logprobs"),))
+    return parsed if completion.max_tokens != 0 else replace(parsed, echo_only=True)
 
 
 def _prompts(prompt: str | list[int] | list[str | list[int]]) -> Sequence[str | list[int]]:
@@ -199,6 +209,7 @@ def _parsed(
         format_field=format_field,
         echo=bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
 
@@ -228,6 +239,8 @@ def _common(
     body: Body, output_format: inference_pb2.OutputFormat | None, raw: Json
 ) -> inference_pb2.GenerateRequest:
     """Return the fields that both endpoints have; absent fields stay absent."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidArgument("prompt_logprobs", "cannot be used with stream: true; echo with logprobs can")
     return inference_pb2.GenerateRequest(
         model=body.model or "",
         sampling=_sampling(body),
@@ -241,6 +254,7 @@ def _common(
         n=body.n,
         output_format=output_format,
         add_special_tokens=body.add_special_tokens,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 

@@ -30,6 +30,7 @@ class Recorded:
     submit: link_pb2.Submit
     tokens: list[int] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: inference_pb2.PromptLogprobs | None = None
     end: link_pb2.RequestEnd | None = None
 
 
@@ -273,15 +274,18 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         first: int,
         last: int | None = None,
     ) -> None:
+        tokens = recorded.tokens[first:last]
         delivery = link_pb2.Delivery(
             request_id=recorded.submit.request_id,
             first_token=first,
-            token_ids=recorded.tokens[first:last],
+            token_ids=tokens,
             logprobs=recorded.logprobs[first:last],
             attachment_id=attachment_id,
             end=recorded.end if last is None else None,
+            prompt_logprobs=recorded.prompt_logprobs if first == 0 and tokens else None,
         )
-        if self.version < COLUMNS_VERSION or delivery.logprobs or delivery.HasField("end"):
+        details = delivery.logprobs or delivery.HasField("end") or delivery.HasField("prompt_logprobs")
+        if self.version < COLUMNS_VERSION or details:
             deliveries = link_pb2.Deliveries(deliveries=[delivery])
         else:
             plain = link_pb2.PlainDeliveries(

@@ -145,8 +145,10 @@ class TestRequests:
                 ),
             ),
             (
-                make_request("hi", time_limit_s=1.5, keep=True, logprobs=0, priority=-1),
-                GenerateRequest(text="hi", time_limit_ms=1500, keep=True, logprobs=0, priority=-1),
+                make_request("hi", time_limit_s=1.5, keep=True, logprobs=0, prompt_logprobs=0, priority=-1),
+                GenerateRequest(
+                    text="hi", time_limit_ms=1500, keep=True, logprobs=0, prompt_logprobs=0, priority=-1
+                ),
             ),
             (make_request("hi", n=2), GenerateRequest(text="hi", n=2)),
             (

@@ -143,6 +143,7 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (GenerateRequest(text="x", time_limit_ms=86_400_001), "time_limit_ms", "from 1 to 86400000"),
     (GenerateRequest(text="x", expected_output_tokens=0), "expected_output_tokens", "at least 1"),
     (GenerateRequest(text="x", logprobs=21), "logprobs", "at most 20, got 21"),
+    (GenerateRequest(text="x", prompt_logprobs=21), "prompt_logprobs", "at most 20, got 21"),
     (GenerateRequest(text="x", speculation=Speculation(mode=9)), "speculation.mode", "got 9"),  # type: ignore[arg-type]
     (
         GenerateRequest(text="x", speculation=Speculation(max_draft_tokens=65)),
@@ -300,11 +301,12 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], problem:
         GatewaySettings(**changes)
 
 
-def test_log_probabilities_are_refused_where_nobody_gives_them(model: ModelFiles) -> None:
-    with pytest.raises(InvalidArgument, match="logprobs must be absent: this gateway gives no"):
-        check_request(
-            GenerateRequest(text="x", logprobs=0), GatewaySettings(model="tiny", max_logprobs=None), model
-        )
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_are_refused_where_nobody_gives_them(model: ModelFiles, field: str) -> None:
+    request = GenerateRequest(text="x")
+    setattr(request, field, 0)
+    with pytest.raises(InvalidArgument, match=f"^{field} must be absent: this gateway gives no"):
+        check_request(request, GatewaySettings(model="tiny", max_logprobs=None), model)
 
 
 def test_options_reach_the_worker(model: ModelFiles) -> None:
@@ -320,6 +322,7 @@ def test_options_reach_the_worker(model: ModelFiles) -> None:
         output_format=OutputFormat(regex="a+"),
         speculation=Speculation(drafter=Speculation.DRAFTER_LOOKUP),
         logprobs=2,
+        prompt_logprobs=3,
     )
 
     found = complete(
@@ -331,7 +334,7 @@ def test_options_reach_the_worker(model: ModelFiles) -> None:
     assert dict(found.logit_bias) == {5: 2.0}
     assert found.output_format.regex == "a+"
     assert found.drafter == Speculation.DRAFTER_LOOKUP
-    assert found.logprobs == 2
+    assert (found.logprobs, found.prompt_logprobs) == (2, 3)
 
 
 def test_bad_words_reach_the_worker_as_token_ids(model: ModelFiles) -> None:

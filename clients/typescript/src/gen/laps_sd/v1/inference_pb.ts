@@ -923,7 +923,7 @@ export type TokenLogprobs = Message<"laps_sd.v1.TokenLogprobs"> & {
   top: TokenLogprob[];
 
   /**
-   * No longer known: the record does not hold log probabilities, and the leader has changed since the token came.
+   * No longer known: the record does not hold those of outputs, and the leader has changed since the token came.
    *
    * @generated from field: bool unknown = 3;
    */
