@@ -168,6 +168,44 @@ def test_penalties_and_bias_count_all_output_also_after_a_resume(
 
 
 @like_torch
+@pytest.mark.parametrize(
+    ("options", "between"),
+    [({}, everybody), ({"prefill_chunk": 8}, everybody), ({"prefill_chunk": 8, "slots": 2}, rotate("keep", 1)),
+     ({"prefill_chunk": 8, "slots": 2}, rotate("evict"))],
+    ids=["at once", "in chunks", "paused", "evicted"],
+)  # fmt: skip
+def test_log_probabilities_of_prompts_are_those_of_the_torch_engine(
+    make: Make, by_torch: Any, options: dict[str, Any], between: Between
+) -> None:
+    """The second half finds the prompts of the first half in vLLM's prefix cache, and does not use it."""
+    first = [replace(one, prompt_logprobs=at % 4) for at, one in enumerate(mixed(6, max_tokens=6))]
+    specs = [replace(one, request_id=f"{half}{one.request_id}") for half in "ab" for one in first]
+    found, expected = (
+        {one.request_id: one for one in reports if one.prompt_logprobs is not None}
+        for reports in (finish_all(make(**options), specs, between)[2], by_torch(specs)[2])
+    )
+    assert found.keys() == expected.keys() == {one.request_id for one in specs}
+    for name, report in found.items():
+        own, other = report.prompt_logprobs, expected[name].prompt_logprobs
+        assert own is not None and other is not None and report.position == 0
+        assert (own.alternatives, len(own.logprobs)) == (other.alternatives, len(other.logprobs))
+        assert list(own.logprobs) == pytest.approx(list(other.logprobs), abs=1e-3)
+        assert list(own.alternative_logprobs) == pytest.approx(list(other.alternative_logprobs), abs=1e-3)
+        assert sum(a == b for a, b in zip(own.ranks, other.ranks, strict=True)) >= len(own.ranks) - 2
+
+
+def test_a_prompt_of_one_token_has_an_empty_answer(make: Make) -> None:
+    _, _, reports = finish_all(make(), [spec(prompt_ids=(5,), prompt_logprobs=2)])
+    (found,) = [one.prompt_logprobs for one in reports if one.prompt_logprobs is not None]
+    assert len(found.logprobs) == 0
+
+
+def test_a_request_that_continues_has_no_log_probabilities_of_its_prompt(make: Make) -> None:
+    _, _, reports = finish_all(make(), [spec(committed_ids=(7,), prompt_logprobs=2)])
+    assert all(one.prompt_logprobs is None for one in reports)
+
+
+@like_torch
 def test_log_probabilities_are_those_of_the_torch_engine(
     make: Make, by_torch: Callable[[list[Specification]], Any]
 ) -> None:

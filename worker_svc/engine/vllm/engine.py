@@ -272,8 +272,8 @@ class VllmEngine:
             if not run:
                 return RoundResult((), free_target_blocks=scheduler.free_blocks())
         scheduler.plan(self._planned(run))
-        logprobs = self._step(len(run))
-        return self._result(scheduler.over, logprobs)
+        outputs = self._step(len(run))
+        return self._result(scheduler.over, outputs)
 
     def _planned(self, run: Sequence[str]) -> Planned:
         """Return the plan of a round. Raises OutOfBlocks if vLLM would have to preempt a request for it."""
@@ -286,7 +286,7 @@ class VllmEngine:
         decoding = (r.request_id for r in requests if r.num_computed_tokens >= r.num_tokens - 1)
         return Planned(requests, frozenset(decoding))
 
-    def _result(self, over: Planned | None, logprobs: dict[str, Any]) -> RoundResult:
+    def _result(self, over: Planned | None, outputs: dict[str, Any]) -> RoundResult:
         """Return the outcome of a round that is over, without requests that ended before it did, or were
         dropped.
         """
@@ -300,11 +300,13 @@ class VllmEngine:
             found_cached = over.found_cached.get(request.request_id, 0)
             if found_cached and self._cached is not None:
                 self._cached.used(request, found_cached)
+            made = outputs.get(request.request_id)
             step = Step(
                 over.rows.get(request.request_id),
                 request.request_id in over.decoding,
                 found_cached,
-                logprobs.get(request.request_id),
+                None if made is None else made.new_logprobs,
+                None if made is None else made.new_prompt_logprobs_tensors,
                 not self._rules.speculates,
             )
             reports.append(self._report(name, step))
@@ -348,7 +350,7 @@ class VllmEngine:
             )
 
     def _step(self, count: int) -> dict[str, Any]:
-        """Run one step of vLLM and return its log probabilities by request."""
+        """Run one step of vLLM and return its outputs by request."""
         try:
             core = self._core
             outputs, executed = core.step_with_batch_queue() if self.capacity.lag else core.step()
@@ -361,7 +363,7 @@ class VllmEngine:
                     " LAPS_SD_SLOTS, LAPS_SD_PREFILL_CHUNK, or gpu_memory_utilization in LAPS_SD_VLLM_ARGS"
                 )
             raise DeviceFailed(self._failure) from error
-        return {one.request_id: one.new_logprobs for made in (outputs or {}).values() for one in made.outputs}
+        return {one.request_id: one for made in (outputs or {}).values() for one in made.outputs}
 
     def _with_prediction(
         self, probe: LengthProbe, known: Known, result: RequestRound, step: Step

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
-from worker_svc.engine.interface import Specification, TokenLogprobs
+from worker_svc.engine.interface import PromptLogprobs, Specification, TokenLogprobs
 from worker_svc.engine.length_probe.features import Features
 from worker_svc.engine.length_probe.probe import Watched
 from worker_svc.engine.sampling.restrictions import Restrictions
@@ -37,6 +37,8 @@ class Known:
     restrictions: Restrictions | None = None
     # None: no probe predicts its length.
     watched: Watched | None = None
+    # Log probabilities of its prompt, if they are wanted, from the step that made them to the report of the first token.
+    prompt_logprobs: PromptLogprobs | None = None
     # Hidden state of the last token of its context before the last step, float32 [hidden], if a look was due.
     hidden: Features | None = None
 
@@ -44,6 +46,11 @@ class Known:
     def tokens(self) -> int:
         """Length of its context."""
         return len(self.spec.prompt_ids) + len(self.output)
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Return True until the first report, if log probabilities of the prompt are wanted."""
+        return self.spec.prompt_logprobs is not None and not self.output
 
     @property
     def draft_room(self) -> int:

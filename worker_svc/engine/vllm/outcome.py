@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from laps_vllm.pausing import Row
-from worker_svc.engine.interface import RequestRound, TokenLogprobs
+from worker_svc.engine.interface import PromptLogprobs, RequestRound, TokenLogprobs
 from worker_svc.engine.vllm.grammars import format_problem
 from worker_svc.engine.vllm.known import Known
 
@@ -33,6 +33,8 @@ class Step(NamedTuple):
     found_cached: int
     # vLLM's log probabilities, if it made any.
     logprobs: Any
+    # Those of the whole prompt, in the step that completes it, if they are wanted.
+    prompt_logprobs: Any
     # vLLM counts NaN by request. With speculation it counts by row and names the wrong request.
     counts_nan: bool
 
@@ -44,6 +46,8 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
     """
     position = len(known.output)
     row = step.row
+    if known.awaits_prompt and step.prompt_logprobs is not None:
+        known.prompt_logprobs = _prompt_logprobs(known, step.prompt_logprobs)
     drafted = row.drafted if row else 0
     accepted = row.accepted if row else 0
     tested_by_position, accepted_by_position = by_position(accepted, drafted)
@@ -59,11 +63,15 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
             problem, found = f"the output cannot be decoded: {error}", None
         if found is not None:
             tokens, cut_characters, finish = tokens[: found[0]], found[1], End.STOP_SEQUENCE
+    of_prompt = known.prompt_logprobs if tokens and known.awaits_prompt else None
     if problem:
+        of_prompt = None
         tokens, accepted, finish = [], 0, End.ERROR
         tested_by_position, accepted_by_position = (), ()
     known.output += tokens
     known.taken += len(tokens)
+    if known.output:
+        known.prompt_logprobs = None
     return RequestRound(
         request_id=known.spec.request_id,
         position=position,
@@ -78,6 +86,7 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
         cut_characters=cut_characters,
         error=problem or None,
         logprobs=_logprobs(known, step.logprobs, len(tokens)),
+        prompt_logprobs=of_prompt,
     )
 
 
@@ -89,7 +98,23 @@ def _problem(known: Known, request: Request, step: Step, finish: End | None) -> 
         return "the target's logits are not finite"
     if problem := format_problem(request):
         return problem
+    if known.awaits_prompt and request.num_output_tokens > known.taken and known.prompt_logprobs is None:
+        if len(known.spec.prompt_ids) > 1:
+            return "vLLM returned no log probabilities of the whole prompt"
+        known.prompt_logprobs = PromptLogprobs(known.spec.prompt_logprobs or 0)
     return "vLLM ended it with an error" if finish is End.ERROR else ""
+
+
+def _prompt_logprobs(known: Known, made: Any) -> PromptLogprobs | None:
+    """Return vLLM's log probabilities of a prompt; None if they are not those of the whole prompt."""
+    if len(made.logprobs) != len(known.spec.prompt_ids) - 1:
+        return None
+    found = PromptLogprobs(made.logprobs.shape[1] - 1)  # the first column is that of the prompt's own token
+    found.logprobs.extend(made.logprobs[:, 0].tolist())
+    found.ranks.extend(made.selected_token_ranks.tolist())
+    found.alternative_ids.extend(made.logprob_token_ids[:, 1:].flatten().tolist())
+    found.alternative_logprobs.extend(made.logprobs[:, 1:].flatten().tolist())
+    return found
 
 
 def _logprobs(known: Known, made: Any, count: int) -> tuple[TokenLogprobs, ...]:

@@ -94,6 +94,7 @@ class Rules:
             "ignore_eos": spec.ignore_eos,
             "detokenize": False,
             "structured_outputs": structured_outputs(spec.format),
+            "prompt_logprobs": None if spec.committed_ids else spec.prompt_logprobs,
         }
         if self.chooser is Chooser.REPLACED:
             return SamplingParams(temperature=0.0, **common)
