@@ -182,6 +182,17 @@ async def test_what_does_not_fit_the_prompt_is_dropped_and_the_tokens_count(
         assert (list(only.token_ids), found_in(only)) == ([10], None)
 
 
+async def test_a_worker_that_does_not_have_the_field_is_served_as_ever(scheduler: SchedulerUnderTest) -> None:
+    """One of an earlier release. Its gateway ends the call with an error."""
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        epoch = await begin(client, gpu)
+        await gpu.send_reports(gpu.report("r1", epoch, 0, [10], columns=True))
+        await gpu.run_round("r1", epoch, 1, [11], end=STOP)
+        tokens, end = await client.read("r1-client")
+
+    assert (tokens, end.kind) == ([10, 11], STOP)
+
+
 async def test_what_nobody_wanted_is_dropped(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         epoch = await begin(client, gpu, top=None)
