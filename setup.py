@@ -38,6 +38,7 @@ KERNELS = Extension(
 PATH_OF_A_REPORT = (
     "scheduler_svc/leader/live.py",
     "scheduler_svc/leader/sessions.py",
+    "scheduler_svc/store/codec.py",
     "scheduler_svc/store/log.py",
     "scheduler_svc/store/tails.py",
     "scheduler_svc/wire/replies.py",
