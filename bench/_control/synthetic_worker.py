@@ -284,6 +284,7 @@ class SyntheticWorker:
             reply = await call.read()
             if reply is grpc.aio.EOF:
                 raise RuntimeError(f"the scheduler ended the stream of {self._name}")
+            self._acknowledged(reply.acknowledged_number or reply.acknowledged.number)
             match reply.WhichOneof("message"):
                 case "hello":
                     self._columns = reply.hello.protocol_version >= 2
@@ -298,12 +299,13 @@ class SyntheticWorker:
                         held = self._held.get(request.request_id)
                         if held is not None and held.lease_epoch <= request.lease_epoch:
                             self._forget(held)
-                case "acknowledged":
-                    while self._ended and self._ended[0][0] <= reply.acknowledged.number:
-                        for ended in self._ended.popleft()[1]:
-                            self._forget(ended)
                 case "refused":
                     raise RuntimeError(f"the scheduler refuses {self._name}: {reply.refused.detail}")
+
+    def _acknowledged(self, number: int) -> None:
+        while self._ended and self._ended[0][0] <= number:
+            for ended in self._ended.popleft()[1]:
+                self._forget(ended)
 
     def _specified(self, leased: pb.LeasedSpecification) -> None:
         specification = leased.specification

@@ -95,8 +95,11 @@ class WorkerLinkReply(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
     LEARNT_PROBE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_NUMBER_FIELD_NUMBER: _builtins.int
     leader_epoch: _builtins.str
     """Epoch of the leader that sends this. Empty only in NotLeader."""
+    acknowledged_number: _builtins.int
+    """Not 0: what ReportsAcknowledged says, with any other message. From version 2 on."""
     @_builtins.property
     def hello(self) -> _gateway_link_pb2.SchedulerHello: ...
     @_builtins.property
@@ -134,10 +137,11 @@ class WorkerLinkReply(_message.Message):
         drain: Global___Drain | None = ...,
         drained: Global___Drained | None = ...,
         learnt_probe: Global___LearntProbe | None = ...,
+        acknowledged_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "learnt_probe", b"learnt_probe", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "leader_epoch", b"leader_epoch", "learnt_probe", b"learnt_probe", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "acknowledged_number", b"acknowledged_number", "assignment", b"assignment", "drain", b"drain", "drained", b"drained", "drop", b"drop", "heartbeat", b"heartbeat", "hello", b"hello", "leader_epoch", b"leader_epoch", "learnt_probe", b"learnt_probe", "message", b"message", "not_leader", b"not_leader", "refused", b"refused", "specifications", b"specifications"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "not_leader", "refused", "specifications", "assignment", "drop", "acknowledged", "drain", "drained", "learnt_probe"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -167,7 +167,10 @@ class WorkerSession:
             self._acknowledging, self._acknowledgement_due = None, False
             if self._acknowledged > self._acknowledged_sent:
                 self._acknowledged_sent = self._acknowledged
-                due.append(replies.acknowledged(self._acknowledged))
+                if due and self.protocol_version >= COLUMNS_VERSION:
+                    due[-1].acknowledged_number = self._acknowledged
+                else:
+                    due.append(replies.acknowledged(self._acknowledged))
         if self._learnt is not None:
             due.append(replies.learnt_probe(self._learnt))
             self._learnt = None

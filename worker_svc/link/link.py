@@ -46,7 +46,7 @@ from worker_svc import metrics
 from worker_svc.link.lists import AssignedList
 from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
-from worker_svc.link.replies import runner_messages
+from worker_svc.link.replies import acknowledged_number, runner_messages
 from worker_svc.link.seeds import SchedulerSeeds
 from worker_svc.link.wire import hello, round_report, wire_probe
 from worker_svc.runner.messages import (
@@ -391,6 +391,8 @@ class SchedulerLink:
                 metrics.IGNORED.inc()
 
     def _handle_reply(self, kind: str | None, reply: pb.WorkerLinkReply) -> None:
+        if number := acknowledged_number(reply):
+            self._outbox.acknowledge(number)
         match kind:
             case "specifications":
                 for leased in reply.specifications.specifications:
@@ -400,8 +402,6 @@ class SchedulerLink:
             case "drop":
                 for request in reply.drop.requests:
                     self._traces.forget(request.request_id, request.lease_epoch)
-            case "acknowledged":
-                self._outbox.acknowledge(reply.acknowledged.number)
             case "drain":
                 log.info("the scheduler orders this worker to drain")
                 self._draining = True

@@ -117,13 +117,13 @@ class Peer:
     async def send(self, message: Any) -> None:
         await self.call.write(message)
 
-    async def wait_for(self, wanted: Callable[[Any], Any], description: str) -> Any:
-        """Remove and return the first received message that fits; others stay."""
+    async def wait_for(self, wanted: Callable[[Any], Any], description: str, *, stays: bool = False) -> Any:
+        """Remove and return the first received message that fits; others stay, and it too with `stays`."""
         async with asyncio.timeout(15):
             while True:
                 for index, message in enumerate(self.heard):
                     if wanted(message):
-                        return self.heard.pop(index)
+                        return message if stays else self.heard.pop(index)
                 assert not self.ended, f"the stream ended before: {description}; heard {self.heard}"
                 self._news.clear()
                 await self._news.wait()
@@ -363,8 +363,9 @@ class WorkerPeer(Peer):
 
     async def acknowledged(self, number: int) -> None:
         await self.wait_for(
-            lambda m: m.WhichOneof("message") == "acknowledged" and m.acknowledged.number >= number,
+            lambda m: max(m.acknowledged_number, m.acknowledged.number) >= number,
             f"report {number} is acknowledged",
+            stays=True,
         )
 
 

@@ -73,7 +73,7 @@ class Worker:
             if reply.HasField("assignment"):
                 self.listed = [entry.request_id for entry in reply.assignment.entries]
             self.dropped += [dropped.request_id for dropped in reply.drop.requests]
-            self.acknowledged = max(self.acknowledged, reply.acknowledged.number)
+            self.acknowledged = max(self.acknowledged, reply.acknowledged_number, reply.acknowledged.number)
 
 
 class Leader:

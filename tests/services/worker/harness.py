@@ -165,8 +165,13 @@ class Stream:
         ]
         await self.send(assignment=pb.Assignment(number=1, entries=entries), leader_epoch=leader_epoch)
 
-    async def acknowledge(self, number: int, leader_epoch: str | None = None) -> None:
-        await self.send(acknowledged=pb.ReportsAcknowledged(number=number), leader_epoch=leader_epoch)
+    async def acknowledge(self, number: int, leader_epoch: str | None = None, *, alone: bool = True) -> None:
+        if alone:
+            await self.send(acknowledged=pb.ReportsAcknowledged(number=number), leader_epoch=leader_epoch)
+        else:
+            await self.send(
+                heartbeat=gateway_pb.Heartbeat(), acknowledged_number=number, leader_epoch=leader_epoch
+            )
 
     async def until(self, condition: Callable[[Stream], bool], description: str) -> None:
         """Wait until the messages received so far satisfy the condition."""

@@ -58,6 +58,8 @@ class HostileScheduler(HostileLink):
             self._sensible(reply, kind)
             spoil(rng, getattr(reply, kind), times=rng.choice((0, 0, 1, 3)))
         getattr(reply, kind).SetInParent()
+        if rng.random() < 0.1:
+            reply.acknowledged_number = rng.choice((self.reports, 2**64 - 1))
         reply.leader_epoch = EPOCH if rng.random() < 0.95 else "2-other"
         octets = reply.SerializeToString()
         if rng.random() < 0.002:

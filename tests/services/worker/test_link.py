@@ -232,14 +232,15 @@ def test_a_hello_tells_of_all_that_is_held_and_is_no_larger_than_a_scheduler_tak
     assert sum(one.ByteSize() for one in told) < wire.MAX_MESSAGE_BYTES / 2
 
 
-async def test_acknowledged_reports_are_forgotten() -> None:
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with another message"])
+async def test_acknowledged_reports_are_forgotten(alone: bool) -> None:
     engine = FakeEngine(slots=2)
     async with scheduler() as s, worker(s.address, engine=engine):
         first = await s.greet()
         await first.lease(spec("a"))
         await first.assign("a")
         await first.until_ended("a")
-        await first.acknowledge(len(first.reports))
+        await first.acknowledge(len(first.reports), alone=alone)
         first.close.set()
         second = await s.greet()
         await second.lease(spec("b"))
