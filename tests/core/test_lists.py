@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, Residency
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, Candidate, Residency, WorkerState, choose
 from scheduler_svc.core.commands import Assign, AssignEntry
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
@@ -83,13 +87,24 @@ class TestSentAgain:
 
     @pytest.mark.parametrize(
         ("index_s", "rank_class", "again"),
-        [(11.0, 0, False), (12.5, 0, False), (13.5, 0, True), (11.0, 1, True)],
+        [(11.0, 0, False), (14.0, 0, False), (14.5, 0, True), (11.0, 1, True)],
     )
-    def test_and_where_it_now_comes_after_one_that_waits(
+    def test_and_where_one_that_waits_now_displaces_it(
         self, index_s: float, rank_class: int, again: bool
     ) -> None:
         where, runs, _ = self.pair(key(8.0), key(12.0, 1.0))
         runs.set_rank(key(index_s, rank_class=rank_class))
+        where.reorder()
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize(("index_s", "again"), [(10.5, False), (10.75, True)])
+    def test_which_need_not_be_the_best_of_those_that_wait(self, index_s: float, again: bool) -> None:
+        """A tenth of the index counts, not of the cost to take it up: 11.0 of one that costs 10.0, 10.7 of one that
+        costs 10.5."""
+        where, runs, _ = self.pair(key(8.0), key(10.0))
+        listed(where, "also waits", key(2.0, 8.5))
+        where.unsent = 0
+        runs.set_rank(key(index_s))
         where.reorder()
         assert (sent(where) is not None) == again
 
@@ -177,6 +192,46 @@ class TestSentAgain:
         listed(where, "a", key(8.0, 0.5, rank_class=-64, pinned=True)).lease_epoch = 7
         entry = AssignEntry("a", 7, -64, 8.0, 0.5, False, True)
         assert assignment(where, SETTINGS) == Assign("w", (entry,))
+
+
+INDEXES = st.floats(1.0, 20.0)
+
+
+@given(
+    running=st.lists(st.tuples(INDEXES, st.floats(1.0, 2.0)), min_size=1, max_size=4),
+    waiting=st.lists(st.tuples(INDEXES, st.floats(0.0, 10.0)), min_size=1, max_size=4),
+)
+@settings(max_examples=500, deadline=None)
+def test_a_worker_that_is_sent_no_list_chooses_as_with_one(
+    running: list[tuple[float, float]], waiting: list[tuple[float, float]]
+) -> None:
+    """Requests that run become longer, by any factor."""
+    where = worker(slots=len(running), blocks=1000)
+    run = [listed(where, f"runs {at}", key(index), runs=True) for at, (index, _) in enumerate(running)]
+    for at, rank in enumerate(waiting):
+        listed(where, f"waits {at}", key(*rank))
+    assert sent(where) is not None
+    for request, (index, factor) in zip(run, running, strict=True):
+        longer = factor if factor > 1 + SETTINGS.resend_index_change else 1.0
+        request.set_rank(key(index * longer))
+    where.reorder()
+
+    if sent(where) is None:
+        assert chosen(where, lambda request: request.sent.index_s) == chosen(  # type: ignore[union-attr]
+            where, lambda request: request.rank.index_s
+        )
+
+
+def chosen(where: Worker, index_s: Callable[[Request], float]) -> set[str]:
+    """Return the requests that run next, by these indexes."""
+    candidates = [
+        Candidate(
+            request.request_id, 0, index_s(request), request.rank.resume_cost_s, False, False, request.running,
+            request.residency, 100, 0, 0,
+        )
+        for request in where.members.values()
+    ]  # fmt: skip
+    return set(choose(candidates, WorkerState(where.slots, 16, 1000, 1000, 5)).run)
 
 
 class TestNewMembers:

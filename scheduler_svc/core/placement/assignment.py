@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from typing import Final
 
+from laps_sd.contract.choose import HYSTERESIS
 from scheduler_svc.core.commands import Assign, AssignEntry
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.worker import Worker
 
 NO_RIVAL: Final = (-(2**62), 0.0)
-"""Class and cost that every member is behind."""
+"""Class and index that every member is behind."""
+NO_ONE_WAITS: Final = (2**62, 0.0)
+"""Class and index that no member is behind."""
 
 
 def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
@@ -79,14 +82,20 @@ def _differs(worker: Worker, tolerance: float) -> bool:
 
 
 def _rival(worker: Worker) -> tuple[int, float]:
-    """Return class and cost of the best member that waits: only a running one behind these can lose its slot
-    (`choose` displaces by them and a hysteresis). Where KV is short, the order of those that run decides too.
+    """Return the class and index behind which a running member can lose its slot to one that waits, as `choose`
+    displaces: by class, or by cost and the hysteresis. Where KV or slots are too few for those that run, their
+    own order decides too.
     """
-    if not worker.is_short_of_blocks:
-        for request in worker.in_order:
-            if not request.running:
-                return request.order_key[0], request.order_key[1]
-    return NO_RIVAL
+    if worker.is_short_of_blocks or len(worker.running) > worker.slots:
+        return NO_RIVAL
+    rival = NO_ONE_WAITS
+    for request in worker.in_order:
+        if not request.running:
+            rank_class, cost = request.order_key[0], request.order_key[1]
+            if (rank_class, cost) >= rival:
+                break  # so do all that follow
+            rival = min(rival, (rank_class, cost + HYSTERESIS * request.rank.index_s))
+    return rival
 
 
 def _brings_news(worker: Worker) -> bool:
