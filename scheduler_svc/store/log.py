@@ -14,10 +14,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from scheduler_svc.core.commands import Standing
-from scheduler_svc.store.codec import check_level, pack_ids, safe_score, safe_seconds, unpack_ids
+from scheduler_svc.store.codec import check_level, safe_score, safe_seconds, unpack_ids
 from scheduler_svc.store.records import StoredRequest
 
 _TIME = struct.Struct("<q")
@@ -37,27 +38,31 @@ class Row(NamedTuple):
     standing: Standing
 
 
+@lru_cache(maxsize=64)
+def _row_of(tokens: int) -> struct.Struct:
+    """Return the layout of a row with that many tokens."""
+    return struct.Struct(f"{_ROW.format}{tokens}i")
+
+
 def pack_row(
     request_id: str, sequence: int, position: int, tokens: Sequence[int], standing: Standing
 ) -> bytes:
     """Return one row. Raises ValueError for a value that does not fit."""
-    packed = pack_ids(tokens)
+    count = len(tokens)
     try:
-        return (
-            _ROW.pack(
-                sequence,
-                position,
-                len(tokens),
-                standing.rounds,
-                standing.drafts,
-                standing.drafted,
-                standing.accepted,
-                standing.preemptions,
-                check_level(request_id, standing.level),
-                safe_seconds(standing.attained_s),
-                safe_score(standing.score),
-            )
-            + packed
+        return _row_of(count).pack(
+            sequence,
+            position,
+            count,
+            standing.rounds,
+            standing.drafts,
+            standing.drafted,
+            standing.accepted,
+            standing.preemptions,
+            check_level(request_id, standing.level),
+            safe_seconds(standing.attained_s),
+            safe_score(standing.score),
+            *tokens,
         )
     except struct.error as error:
         raise ValueError(f"request {request_id}: progress that does not fit the log: {error}") from None
