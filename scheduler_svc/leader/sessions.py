@@ -207,8 +207,9 @@ class GatewaySession:
 
     def mark_dirty(self, attachment: Attachment) -> None:
         """Mark an attachment whose request has tokens or an end that it has not been sent."""
+        if not self._dirty:  # otherwise it is set already
+            self.wake.set()
         self._dirty[attachment.attachment_id] = attachment
-        self.wake.set()
 
     def forget(self, attachment_id: str) -> None:
         """Remove an attachment; nothing more is sent to it."""

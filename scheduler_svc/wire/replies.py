@@ -276,8 +276,10 @@ def assignment(
         entry.rank_class = listed.rank_class
         entry.index_s = listed.index_s
         entry.resume_cost_s = listed.resume_cost_s
-        entry.reserved = listed.reserved
-        entry.pinned = listed.pinned
+        if listed.reserved:  # hardly any has either, and each value that is set costs as much as the others
+            entry.reserved = True
+        if listed.pinned:
+            entry.pinned = True
     return reply
 
 
