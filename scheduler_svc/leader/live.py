@@ -211,7 +211,7 @@ class Live:
         fresh = tokens[len(self.committed) - position :]
         if fresh and self.first_token_s is None:
             self.first_token_s = now_s
-        self.committed.extend(fresh)
+        self.committed.fromlist(list(fresh))  # `extend` takes twice as long for a few of them
         self.taken = max(self.taken, len(self.committed))
 
     def read_again(self, stored: StoredRequest | None, now_s: float) -> None:

@@ -346,7 +346,7 @@ class Plan:
         for request_id, (tail, commits) in self._continued.items():
             for commit in commits:
                 tail.committed += len(commit.tokens)
-                tail.tokens.extend(commit.tokens)
+                tail.tokens.fromlist(list(commit.tokens))  # `extend` takes twice as long for a few of them
                 tail.standing = commit.standing
                 if commit.position == 0:
                     tail.first_ms = self._now_ms
