@@ -62,7 +62,12 @@ def _train(args: argparse.Namespace) -> None:
     draft = new_model(DRAFT_SHAPE, tokenizer)
     if args.draft_init:
         draft.load_state_dict(load_file(args.draft_init), strict=False)
-    train_model(draft, stream, settings("draft", args.draft_steps, args.draft_minutes, args.draft_peak), teacher=target)
+    train_model(
+        draft,
+        stream,
+        settings("draft", args.draft_steps, args.draft_minutes, args.draft_peak),
+        teacher=target,
+    )
     save_model(draft, tokenizer, out / "draft")
 
 
