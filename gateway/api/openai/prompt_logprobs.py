@@ -32,11 +32,14 @@ def vllm_json(
 def beginning_of_logprobs(
     found: PromptLogprobs, prompt: Sequence[int], most: int, name_of: Callable[[int], str]
 ) -> Json:
-    """Return `tokens`, `token_logprobs` and `top_logprobs` of the prompt, with nulls for its first token."""
+    """Return `tokens`, `token_logprobs` and `top_logprobs` of the prompt, with nulls for its first token.
+
+    `top_logprobs` has each token itself too, where it is none of the most probable ones.
+    """
     top: list[Json | None] = [None]
-    for _, _, _, alternatives in _rows(found, prompt, most):
+    for token, its_own, _, alternatives in _rows(found, prompt, most):
         names: Json = {}
-        for other, logprob in alternatives:
+        for other, logprob in (*alternatives, (token, its_own)):
             names.setdefault(name_of(other), logprob)
         top.append(names)
     return {

@@ -332,12 +332,17 @@ class Reply:
         of_output: Json = {
             "tokens": [self._name(token, "bytes:") for token, _ in told],
             "token_logprobs": [None if one.unknown else one.logprob for _, one in told],
-            "top_logprobs": [
-                {self._name(each.token_id, "bytes:"): each.logprob for each in one.top} for _, one in told
-            ],
+            "top_logprobs": [self._top_logprobs(token, one) for token, one in told],
             "text_offset": offsets,
         }
         return {name: before[name] + values for name, values in of_output.items()} if before else of_output
+
+    def _top_logprobs(self, token: int, one: inference_pb2.TokenLogprobs) -> Json:
+        """Return the most probable tokens by name, and the chosen one where it is none of them."""
+        found: Json = {self._name(each.token_id, "bytes:"): each.logprob for each in one.top}
+        if not one.unknown:
+            found.setdefault(self._name(token, "bytes:"), one.logprob)
+        return found
 
     def _logprobs_of_prompt(self, index: int) -> Json:
         """Return the log probabilities of the prompt, once, if those of a choice begin with them."""

@@ -518,7 +518,8 @@ class TestWhatIsAskedFor:
         assert [one["token"] for one in chat["content"]] == ["a", "\\xe2", "\\x82", "\\xac", "b"]
         assert text["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
         assert text["text_offset"] == [0, 1, 1, 1, 2]
-        assert all(len(top) == 2 for top in text["top_logprobs"]), "neither hides the other"
+        assert [len(top) for top in text["top_logprobs"]] == [3, 2, 2, 3, 3], "neither hides the other"
+        assert all(token in top for token, top in zip(text["tokens"], text["top_logprobs"], strict=True))
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("path", ["chat/completions", "completions"])

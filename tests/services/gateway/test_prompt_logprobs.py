@@ -223,10 +223,10 @@ class TestEchoWithLogprobs:
             "token_logprobs": [None, -1.5, -0.25, -2.0, -3.0],
             "top_logprobs": [
                 None,
-                {model.decode([80]): -0.5},
+                {model.decode([80]): -0.5, names[1]: -1.5},
                 {model.decode([72]): -0.25},
-                {model.decode([85]): -1.0},
-                {model.decode([86]): -1.0},
+                {model.decode([85]): -1.0, names[3]: -2.0},
+                {model.decode([86]): -1.0, names[4]: -3.0},
             ],
             "text_offset": [sum(map(len, names[:at])) for at in range(5)],
         }
@@ -251,7 +251,10 @@ class TestEchoWithLogprobs:
         body = BODY | {"echo": True, "logprobs": 0, "prompt_logprobs": 2}
         answer = await answer_of(served, "/v1/completions", body)
         (choice,) = answer["choices"]
-        assert choice["logprobs"]["top_logprobs"][1:3] == [{}, {}]
+        tokens, values = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+        assert choice["logprobs"]["top_logprobs"][1:3] == [
+            {token: value} for token, value in zip(tokens[1:3], values[1:3], strict=True)
+        ]
         assert list(choice["prompt_logprobs"][1]) == ["71", "80", "81"]
         (submit,) = served.scheduler.all_heard("submit")
         assert (submit.specification.logprobs, submit.specification.prompt_logprobs) == (0, 2)
