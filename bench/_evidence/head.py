@@ -25,7 +25,8 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
     yield "([policies.md](policies.md)). These are simulations; what they leave out is [at the end](#limits-of-the-simulation)."
     if on_processes:
         yield "The same policies on real processes: [below](#the-same-on-the-real-system)."
-    yield "Where a result is of 2026-11-26 or before and names the demo pair, it is its weights of 2026-11-21, of whose draft tokens fewer were accepted (0.60 instead of 0.67 at temperature 0.8)."
+    yield "Results of the demo pair are of its weights of 2026-11-21, of whose draft tokens fewer were accepted (0.60 instead of 0.67 at temperature 0.8); those of"
+    yield "[conversations](#conversations-on-the-real-stack) are of the present ones."
     yield ""
     yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
     yield from ("", "```", about["command"], "```", "")
