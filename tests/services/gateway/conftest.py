@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc.aio
 import pytest
 import uvloop
@@ -21,7 +22,7 @@ from gateway.model.tokenizer import ModelFiles, load_model
 from gateway.settings import GatewaySettings
 from laps_sd.service.wire import make_channel
 from laps_sd.v1 import inference_pb2_grpc
-from tests.services.gateway.fake_scheduler import FakeScheduler, Record
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind, Record
 
 TEMPLATE = (
     "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the assistant cannot begin') }}{% endif %}"
@@ -168,3 +169,45 @@ async def running(scheduler: FakeScheduler, start_gateway: StartGateway) -> Runn
     started: Running = await start_gateway(scheduler.address)
     await asyncio.wait_for(started.link.greeted.wait(), 10)
     return started
+
+
+@dataclass
+class Served:
+    """A gateway's HTTP port, and the scheduler that it uses."""
+
+    running: Running
+    scheduler: FakeScheduler
+    session: aiohttp.ClientSession
+    url: str
+
+    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any, Any]:
+        """Return status, headers and decoded JSON."""
+        async with self.session.post(self.url + path, json=body, **more) as response:
+            return response.status, response.headers, await response.json()
+
+    async def finished(self, text: str = "hello world", end: Any = Kind.KIND_STOP, count: int = 1) -> str:
+        """Wait for the `count`-th request, give it this text, and end it."""
+        request_id = await self.scheduler.submitted(count)
+        self.scheduler.commit(request_id, self.running.model.encode_rendered(text), end)
+        return request_id
+
+
+Start = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture
+async def serve(scheduler: FakeScheduler, start_gateway: StartGateway) -> AsyncIterator[Start]:
+    async with aiohttp.ClientSession() as session:
+
+        async def start(**changes: Any) -> Served:
+            running = await start_gateway(scheduler.address, http_port=0, **changes)
+            await asyncio.wait_for(running.link.greeted.wait(), 10)
+            assert running.gateway.http is not None
+            return Served(running, scheduler, session, f"http://127.0.0.1:{running.gateway.http.port}")
+
+        yield start
+
+
+@pytest.fixture
+async def served(serve: Start) -> Served:
+    return await serve()

@@ -17,10 +17,8 @@ from laps_sd.service.keys import digest_of
 from laps_sd.v1.admin_pb2 import QueueEntry, WorkerStatus
 from laps_sd.v1.inference_pb2 import Explanation
 from tests.helpers import wait_until_async
-from tests.services.gateway.test_http import TEXT, Served
-from tests.services.gateway.test_vllm_fields import Start, serve, served
-
-__all__ = ["serve", "served"]
+from tests.services.gateway.conftest import Served, Start
+from tests.services.gateway.test_http import TEXT
 
 KEYS = {"acme": "laps-sd-" + "a" * 40, "rival": "laps-sd-" + "b" * 40, "oncall": "laps-sd-" + "c" * 40}
 QUEUE = [

@@ -8,10 +8,7 @@ from html.parser import HTMLParser
 
 from gateway.api.description import openapi_json
 from gateway.api.docs_page import docs_page
-from tests.services.gateway.test_http import Served
-from tests.services.gateway.test_vllm_fields import serve, served
-
-__all__ = ["serve", "served"]
+from tests.services.gateway.conftest import Served
 
 VOID = {"meta"}
 

@@ -8,7 +8,6 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +23,13 @@ from laps_sd.v1 import inference_pb2
 from laps_sd.v1.inference_pb2 import OutputFormat, SpeculationSummary, Timing
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
-from tests.services.gateway.conftest import CONTEXT, Running, StartGateway
-from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+from tests.services.gateway.conftest import CONTEXT, Running, Served, StartGateway
+from tests.services.gateway.fake_scheduler import Kind
 
 Refused = link_pb2.SubmitRefused
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "tiny", "prompt": "the quick"}
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
-
-
-@dataclass
-class Served:
-    """A gateway's HTTP port, and the scheduler that it uses."""
-
-    running: Running
-    scheduler: FakeScheduler
-    session: aiohttp.ClientSession
-    url: str
-
-    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any, Any]:
-        """Return status, headers and decoded JSON."""
-        async with self.session.post(self.url + path, json=body, **more) as response:
-            return response.status, response.headers, await response.json()
-
-    async def finished(self, text: str = "hello world", end: Any = Kind.KIND_STOP, count: int = 1) -> str:
-        """Wait for the `count`-th request, give it this text, and end it."""
-        request_id = await self.scheduler.submitted(count)
-        self.scheduler.commit(request_id, self.running.model.encode_rendered(text), end)
-        return request_id
-
-
-@pytest.fixture
-async def serve(scheduler: FakeScheduler, start_gateway: StartGateway) -> AsyncIterator[Any]:
-    async with aiohttp.ClientSession() as session:
-
-        async def start(**changes: Any) -> Served:
-            running: Running = await start_gateway(scheduler.address, http_port=0, **changes)
-            await asyncio.wait_for(running.link.greeted.wait(), 10)
-            assert running.gateway.http is not None
-            return Served(running, scheduler, session, f"http://127.0.0.1:{running.gateway.http.port}")
-
-        yield start
-
-
-@pytest.fixture
-async def served(serve: Any) -> Served:
-    started: Served = await serve()
-    return started
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Any]:

@@ -14,12 +14,12 @@ from gateway.api.openai.unknown_fields import refuse
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from tests.services.gateway.conftest import Served
 from tests.services.gateway.fake_scheduler import Kind
-from tests.services.gateway.test_http import Served
 from tests.services.gateway.test_responses import CALL, prompt_of, served
-from tests.services.gateway.test_vllm_fields import answer_of, serve
+from tests.services.gateway.test_vllm_fields import answer_of
 
-__all__ = ["serve", "served"]
+__all__ = ["served"]
 
 BODY: dict[str, Any] = {
     "model": "tiny",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import aiohttp
 import grpc
 import pytest
 
@@ -25,9 +23,9 @@ from laps_sd.v1.inference_pb2 import (
     TokenLogprob,
     TokenLogprobs,
 )
-from tests.services.gateway.conftest import Running, StartGateway
+from tests.services.gateway.conftest import Running, Served, Start, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
-from tests.services.gateway.test_http import CHAT, Served, events
+from tests.services.gateway.test_http import CHAT, events
 
 PROMPT = [70, 71, 72]
 BODY = {"prompt": PROMPT}
@@ -40,8 +38,6 @@ FOUND = PromptLogprobs(
 )
 SCORED = GenerateRequest(token_ids=TokenIds(ids=PROMPT), prompt_logprobs=2)
 OUTPUT = [90, 91]
-
-Start = Callable[..., Awaitable[Served]]
 
 
 def commit(scheduler: FakeScheduler, request_id: str, found: PromptLogprobs | None = FOUND) -> None:
@@ -131,24 +127,6 @@ class TestOverGrpc:
             " each with its alternatives), got 18"
         )
         assert scheduler.all_heard("submit") == []
-
-
-@pytest.fixture
-async def serve(scheduler: FakeScheduler, start_gateway: StartGateway) -> AsyncIterator[Start]:
-    async with aiohttp.ClientSession() as session:
-
-        async def start(**changes: Any) -> Served:
-            running = await start_gateway(scheduler.address, http_port=0, **changes)
-            await asyncio.wait_for(running.link.greeted.wait(), 10)
-            assert running.gateway.http is not None
-            return Served(running, scheduler, session, f"http://127.0.0.1:{running.gateway.http.port}")
-
-        yield start
-
-
-@pytest.fixture
-async def served(serve: Start) -> Served:
-    return await serve()
 
 
 async def answer_of(served: Served, path: str, body: Any, found: PromptLogprobs | None = FOUND) -> Any:

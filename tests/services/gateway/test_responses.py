@@ -11,11 +11,8 @@ import openai
 import pytest
 
 from gateway.model.tokenizer import ModelFiles, load_model
+from tests.services.gateway.conftest import Served, Start
 from tests.services.gateway.fake_scheduler import Kind
-from tests.services.gateway.test_http import Served
-from tests.services.gateway.test_vllm_fields import Start, serve
-
-__all__ = ["serve"]
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hello"}
 TOOL = {

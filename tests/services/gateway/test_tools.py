@@ -19,9 +19,9 @@ from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, Tool
 from laps_sd.v1.inference_pb2 import ToolChoice as Choice
-from tests.services.gateway.conftest import SPECIAL, StartGateway, write_model
+from tests.services.gateway.conftest import SPECIAL, Served, StartGateway, write_model
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
-from tests.services.gateway.test_http import Served, events
+from tests.services.gateway.test_http import events
 
 BYTES = LLTokenizer("byte")
 WEATHER = {

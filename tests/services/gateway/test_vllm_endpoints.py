@@ -9,11 +9,9 @@ import pytest
 
 import laps_sd
 from gateway.model.tokenizer import ModelFiles
-from tests.services.gateway.conftest import CONTEXT
-from tests.services.gateway.test_http import CHAT, TEXT, Served
-from tests.services.gateway.test_vllm_fields import Start, answer_of, serve, served
-
-__all__ = ["serve", "served"]
+from tests.services.gateway.conftest import CONTEXT, Served, Start
+from tests.services.gateway.test_http import CHAT, TEXT
+from tests.services.gateway.test_vllm_fields import answer_of
 
 PAGE = "https://app.example"
 

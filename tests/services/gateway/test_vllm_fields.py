@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import aiohttp
 import pytest
 
 from gateway.api.openai.request import read_chat
@@ -15,30 +13,11 @@ from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import TokenLogprobs
-from tests.services.gateway.conftest import StartGateway
-from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
-from tests.services.gateway.test_http import CHAT, TEXT, Served, events
+from tests.services.gateway.conftest import Served, Start
+from tests.services.gateway.fake_scheduler import Kind
+from tests.services.gateway.test_http import CHAT, TEXT, events
 
-Start = Callable[..., Awaitable[Served]]
 ASSISTANT = {"role": "assistant", "content": "one two"}
-
-
-@pytest.fixture
-async def serve(scheduler: FakeScheduler, start_gateway: StartGateway) -> AsyncIterator[Start]:
-    async with aiohttp.ClientSession() as session:
-
-        async def start(**changes: Any) -> Served:
-            running = await start_gateway(scheduler.address, http_port=0, **changes)
-            await asyncio.wait_for(running.link.greeted.wait(), 10)
-            assert running.gateway.http is not None
-            return Served(running, scheduler, session, f"http://127.0.0.1:{running.gateway.http.port}")
-
-        yield start
-
-
-@pytest.fixture
-async def served(serve: Start) -> Served:
-    return await serve()
 
 
 async def answer_of(served: Served, path: str, body: Any, end: Any = Kind.KIND_STOP) -> Any:
