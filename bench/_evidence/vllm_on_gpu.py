@@ -45,7 +45,7 @@ def vllm_on_gpu(path: Path) -> Iterator[str]:
     rows, source, about = read_rows(path)
     measured = [row for row in rows if row["measured"] == "shape"]
     yield from ("## Inside vLLM on a GPU", "")
-    yield f"{about['machine']} vLLM {about['vllm']}, its second model runner, async scheduling, an {about['shape']['shape'].upper()} shape in bfloat16 with weights at random and vLLM's default compilation:"
+    yield f"{about['machine']} vLLM {about['vllm']}, its second model runner, async scheduling, an {about['shape']['shape'].upper()} shape in {about['shape']['dtype']} with weights at random and vLLM's default compilation:"
     yield f"{_setting(measured, about['shape'])} {source}."
     yield ""
     computed = newest(COMPUTED)

@@ -61,9 +61,8 @@ class Attachment:
                 "the log probabilities of the prompt are missing: the scheduler or the worker is of a release that"
                 " does not have them, or they were lost together with the record"
             )
-        batch.prompt_logprobs = (
-            inference_pb2.PromptLogprobs()
-        )  # of a single token, which nothing comes before
+        # Nothing comes before a single token.
+        batch.prompt_logprobs = inference_pb2.PromptLogprobs()
 
 
 class Generation:

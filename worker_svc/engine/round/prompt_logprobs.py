@@ -19,7 +19,7 @@ LOGITS_BYTES = 2**26
 rows, for which a round takes little longer than for one.
 """
 SLICE_BYTES = 2**23
-"""Of these, what is turned into log probabilities together."""
+"""Logits that are turned into log probabilities together, at most."""
 
 
 def rows_in_round(vocab_size: int) -> int:
