@@ -30,6 +30,7 @@ class Job:
     hint: int | None = None
     max_tokens: int | None = None
     tenant: str = "t"
+    length_features: bytes = b""
 
     def facts(self, sequence: int) -> RequestFacts:
         return RequestFacts(
@@ -42,6 +43,7 @@ class Job:
             prompt_tokens=self.prompt,
             max_tokens=self.max_tokens or self.output,
             expected_output_tokens=self.hint,
+            length_features=self.length_features,
         )
 
     def future(self) -> simulator.Job:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -19,9 +22,11 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import LEARNED_ENOUGH, PromptLengths
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.core.handlers.learning import Learner
+from scheduler_svc.core.handlers.learning import FIRST_OUTLIVED, Learner
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 
 SUBJECTS = [f"subject{chr(97 + n)}{chr(97 + m)}" for n in range(12) for m in range(8)]
 TASKS = {"name": 8.0, "list": 60.0, "explain": 250.0, "write": 700.0}
@@ -221,6 +226,95 @@ class TestCutRequests:
         lengths.learn(features, "", "", 500, cut=True)
         after = lengths.predict(features, "", "")
         assert before is not None and after is not None and after > 1.1 * before
+
+
+def served(count: int, at_once: int, *, outlived: bool) -> PromptLengths:
+    """Return what it learns of requests that run side by side, one token each in a round; `outlived`: of those that
+    still run too, as the core shows them (`Learner.learn_running`)."""
+    lengths, waiting = PromptLengths(), deque(prompts(count))
+    running: list[tuple[int, bytes, int]] = []
+    for now in itertools.count():
+        running += [(now, *waiting.popleft()) for _ in range(min(at_once - len(running), len(waiting)))]
+        if not running:
+            return lengths
+        for began, features, length in running:
+            emitted = now + 1 - began
+            if emitted == length:
+                lengths.learn(features, "", "", length, cut=False)
+            elif outlived and emitted >= FIRST_OUTLIVED and emitted.bit_count() == 1:
+                lengths.outlived(features, "", "", emitted)
+        running = [each for each in running if now + 1 - each[0] < each[2]]
+    raise AssertionError("unreachable")
+
+
+class TestRequestsThatRun:
+    """Of those that run side by side the short ones end first."""
+
+    def test_the_first_ends_of_a_burst_do_not_make_everything_look_short(self) -> None:
+        asked = prompts(200, seed=2)
+        misled = log_error(served(400, 200, outlived=False), asked)
+        assert log_error(served(400, 200, outlived=True), asked) < 0.5 * misled
+
+    def test_little_is_lost_where_one_runs_after_the_other(self) -> None:
+        asked = prompts(200, seed=2)
+        alone = log_error(served(400, 1, outlived=False), asked)
+        assert log_error(served(400, 1, outlived=True), asked) < alone + 0.1
+
+    def test_a_request_that_ran_longer_than_predicted_is_predicted_longer(self) -> None:
+        lengths = learned(prompts(500))
+        features = next(features for features, length in prompts(50, seed=5) if length < 15)
+        before = lengths.predict(features, "", "")
+        lengths.outlived(features, "", "", 128)
+        after = lengths.predict(features, "", "")
+        assert before is not None and after is not None and after > 1.1 * before
+
+    def test_one_that_has_just_begun_shows_nothing(self) -> None:
+        lengths = learned(prompts(500))
+        before = lengths.to_dict()
+        lengths.outlived(next(features for features, length in prompts(50) if length > 500), "", "", 16)
+        lengths.outlived(b"", "", "", 4000)
+        assert lengths.to_dict() == before
+
+    def test_they_are_not_counted_among_those_that_ended(self) -> None:
+        lengths = learned(prompts(int(LEARNED_ENOUGH) - 1))
+        lengths.outlived(prompts(1)[0][0], "", "", 1000)
+        assert lengths.predict(prompts(1)[0][0], "", "") is None
+
+    @pytest.mark.parametrize(
+        ("steps", "learns"),
+        [((15,), []), ((15, 16), [16]), ((3, 17, 31), [17]), ((40, 63, 64, 65), [40, 64]), ((5, 500), [500])],
+    )
+    def test_the_core_learns_each_time_that_the_output_has_doubled(
+        self, monkeypatch: pytest.MonkeyPatch, steps: Sequence[int], learns: Sequence[int]
+    ) -> None:
+        priors, found = Priors(), []
+        monkeypatch.setattr(priors.prompts, "outlived", lambda *given: found.append(given[-1]))
+        learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))
+        request = Request(RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=b"ab"))
+        for emitted in steps:
+            before, request.emitted = request.emitted, emitted
+            learner.learn_running(request, before)
+        assert found == learns
+
+
+class TestWaitingRequests:
+    def test_a_burst_is_ordered_by_what_its_first_requests_have_shown(self) -> None:
+        """All arrive before anything is learned."""
+
+        def mean_latency_s(*, words: bool) -> float:
+            cluster = Cluster("laps-sd", [facts("w", slots=8, blocks=100_000)], check=False)
+            cluster.submit(
+                [
+                    Job(
+                        f"r{at}", 0.0, 20, length, max_tokens=4000, length_features=features if words else b""
+                    )
+                    for at, (features, length) in enumerate(prompts(400))
+                ]
+            )
+            cluster.run()
+            return statistics.fmean(cluster.finished_s.values())
+
+        assert mean_latency_s(words=True) < 0.8 * mean_latency_s(words=False)
 
 
 class TestStartWeights:

@@ -12,7 +12,9 @@ well each has predicted lately (exponential weights, Vovk 1990). So start weight
 similar to what they were learned from, and elsewhere they are soon ignored.
 
 A request that its limit cut is a censored observation: its length is replaced by the expected one beyond the
-cut, given the prediction (Tobin 1958), with a weight that falls to 0 where the cut tells nothing.
+cut, given the prediction (Tobin 1958), with a weight that falls to 0 where the cut shows nothing. So is a request
+that still runs: of those that run side by side the short ones end first, and without the others the first ends
+would make every word look short.
 
 A prediction is a guess like a client's hint: its error is learned, and it is combined with the lengths of the
 class, as those are (`calibration.py`, `guesses.py`). All of this is our choice; the paper takes predicted
@@ -40,6 +42,8 @@ START_VARIANCE: Final = 0.25
 """Variance of the factor of the start weights, around 1."""
 MOST_ERROR: Final = 2.1
 """Errors of ln(length) are limited to this before anything is learned from them: 2.5 standard deviations."""
+LEAST_WEIGHT: Final = 0.01
+"""Censored observations that weigh less show nothing, and are left out."""
 LEAST_VARIANCE: Final = 0.002
 """Locations, the factor and weights remain movable, so that they follow a drift of the traffic."""
 LOSS_WEIGHT: Final = 0.7
@@ -142,20 +146,31 @@ class PromptLengths:
         sums = self._sums(ids, workload_class, tenant)
         before = self._predicted(sums) if self._start or self.learned >= LEARNED_ENOUGH else None
         log_length = math.log(length)
-        fresh_error, warm_error, weight = log_length - sums.fresh, log_length - sums.warm, 1.0
         if cut:
-            fresh_error, fresh_weight = _beyond(fresh_error)
-            warm_error, warm_weight = _beyond(warm_error)
-            weight = max(fresh_weight, warm_weight)
-            if weight < 0.01:
-                return before
-        fresh_error = min(max(-MOST_ERROR, fresh_error), MOST_ERROR)
-        warm_error = min(max(-MOST_ERROR, warm_error), MOST_ERROR)
+            observed = _beyond(log_length - sums.fresh, log_length - sums.warm)
+        else:
+            observed = (log_length - sums.fresh, log_length - sums.warm, 1.0)
+        fresh_error, warm_error, weight = observed
+        if weight < LEAST_WEIGHT:
+            return before
+        fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
         self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
         self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
-        self._move(ids, sums, fresh_error, warm_error, weight, workload_class, tenant)
+        self._move(ids, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
         self.learned += 1
         return before
+
+    def outlived(self, features: bytes, workload_class: str, tenant: str, tokens: int) -> None:
+        """Learn from a request that runs on after `tokens` output tokens (1 or more)."""
+        if not features:
+            return
+        ids = unpacked(features)
+        sums = self._sums(ids, workload_class, tenant)
+        log_tokens = math.log(tokens)
+        fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
+        if weight >= LEAST_WEIGHT:
+            errors = _limited(fresh_error), _limited(warm_error)
+            self._move(ids, sums, *errors, weight, workload_class, tenant, ended=False)
 
     def _move(
         self,
@@ -166,8 +181,11 @@ class PromptLengths:
         weight: float,
         workload_class: str,
         tenant: str,
+        *,
+        ended: bool,
     ) -> None:
-        """Move everything that the sums were made of towards the observed length."""
+        """Move everything that the sums were made of towards the observed length. Variances change with a request
+        that has `ended` only: the end of the others will be observed too."""
         variances, fresh, warm = self._variances, self._fresh, self._warm
         scale, start = sums.scale, sums.start
         locations = [
@@ -186,17 +204,19 @@ class PromptLengths:
             variance = location.variance
             location.fresh += variance * fresh_gain
             location.warm += variance * warm_gain
-            location.variance = max(LEAST_VARIANCE, variance - variance * variance / total)
+            if ended:
+                location.variance = max(LEAST_VARIANCE, variance - variance * variance / total)
         variance = self._factor_variance
         self._factor += variance * start * warm_gain
-        self._factor_variance = max(LEAST_VARIANCE, variance - (variance * start) ** 2 / warm_total)
+        if ended:
+            self._factor_variance = max(LEAST_VARIANCE, variance - (variance * start) ** 2 / warm_total)
         # Not in place: compiled, that would be an addition of two objects.
         if self._start:
             warm_gain *= scale
             for i in ids:
                 warm[i] = warm[i] + variances[i] * warm_gain
         fresh_gain *= scale
-        shrinks = scale * scale / total
+        shrinks = scale * scale / total if ended else 0.0
         for i in ids:
             variance = variances[i]
             fresh[i] = fresh[i] + variance * fresh_gain
@@ -306,9 +326,18 @@ def _newest(locations: dict[str, _Location], name: str, most: int) -> _Location:
     return found
 
 
-def _beyond(error: float) -> tuple[float, float]:
-    """Return the expected error of a length that is known to lie beyond a cut, and the weight of this
-    observation (1 where the cut lies far beyond the prediction, 0 far before it). `error` is that of the cut.
+def _beyond(fresh_error: float, warm_error: float) -> tuple[float, float, float]:
+    """Return the expected errors of both sums for a length that is known to lie beyond a cut, and the weight of this
+    observation. The errors are those of the cut.
+    """
+    fresh, fresh_weight = _expected_beyond(fresh_error)
+    warm, warm_weight = _expected_beyond(warm_error)
+    return fresh, warm, max(fresh_weight, warm_weight)
+
+
+def _expected_beyond(error: float) -> tuple[float, float]:
+    """Return the expected error beyond this one, and the weight of the observation: 1 where the cut lies far beyond
+    the prediction, 0 far before it.
     """
     spread = math.sqrt(ERROR_VARIANCE)
     z = error / spread
@@ -316,6 +345,10 @@ def _beyond(error: float) -> tuple[float, float]:
         return error, 1.0
     hazard = math.exp(-z * z / 2) / _ROOT_TWO_PI / chance_above(z)
     return spread * hazard, min(1.0, hazard * (hazard - z))
+
+
+def _limited(error: float) -> float:
+    return min(max(-MOST_ERROR, error), MOST_ERROR)
 
 
 def _numbers(location: _Location) -> list[float]:

@@ -52,7 +52,9 @@ class Guesses:
     client: float | None = None
     """Output tokens in all, by the client's hint."""
     prompt: float | None = None
-    """Output tokens in all, predicted from the prompt at arrival."""
+    """Output tokens in all, predicted from the prompt."""
+    predicted_again_at: float = math.inf
+    """Ended requests that the predictor must have learned from for the prompt to be predicted again."""
     worker: Prediction | None = None
     """The worker's newest prediction."""
     by_stage: list[Prediction] = field(default_factory=list)

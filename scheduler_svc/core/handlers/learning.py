@@ -19,6 +19,9 @@ OF_LATE: Final = 0.02
 SLOWNESS_STEP: Final = 0.10
 """Change of a worker's recent slowness, as a share, that placement takes notice of. Our choice: rounds of equal
 workers differ by less in the mean, and one outlier changes it by less."""
+FIRST_OUTLIVED: Final = 16
+"""Output tokens after which it is first learnt that a request runs on, and again at 32, 64 and so on. With 8 or 32
+predictions are as good. Our choice."""
 OWN_ENDS: Final = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
 """Ends that are observations of the length of a class: the length itself, and with LENGTH a lower bound. The
 others cut a request short."""
@@ -92,6 +95,13 @@ class Learner:
                 self._shard.set_slowness(worker, worker.recent_slowness)
             self._mean_slowness += weight * (worker.slowness - self._mean_slowness)
         self._priors.observe_round(batch, tokens, context, seconds * self._mean_slowness / worker.slowness)
+
+    def learn_running(self, request: Request, emitted_before: int) -> None:
+        """Learn from the words of a request that it runs on, whenever its output is twice as long as the last time."""
+        emitted, facts = request.emitted, request.facts
+        doubled = emitted.bit_length() > emitted_before.bit_length()
+        if doubled and emitted >= FIRST_OUTLIVED and not facts.runs_to_limit:
+            self._priors.prompts.outlived(facts.length_features, facts.workload_class, facts.tenant, emitted)
 
     def learn_end(self, end: End, request: Request) -> None:
         """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""

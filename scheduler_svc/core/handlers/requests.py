@@ -98,9 +98,9 @@ class Requests:
 
     def _guesses(self, facts: RequestFacts) -> Guesses:
         """Return what is guessed of the length of a request before it runs."""
-        prompts = self._ranker.priors.prompts
-        predicted = prompts.predict(facts.length_features, facts.workload_class, facts.tenant)
-        return Guesses(facts.guessed_tokens, predicted)
+        guesses = Guesses(facts.guessed_tokens)
+        self._ranker.predict(facts, guesses)
+        return guesses
 
     def _enter(self, request: Request) -> None:
         if request.worker is None:

@@ -175,7 +175,8 @@ class Rounds:
 
     def _count(self, progress: Progress, request: Request, ledger: Ledger) -> tuple[int, ...]:
         """Count the progress of a request, and learn from it. Return its new tokens."""
-        tokens = progress.tokens[request.emitted - progress.position :]
+        before = request.emitted
+        tokens = progress.tokens[before - progress.position :]
         request.emitted += len(tokens)
         request.speculated(progress.drafts, progress.drafted, progress.accepted, self._policy.looks_back)
         workload_class = request.facts.workload_class
@@ -198,6 +199,8 @@ class Rounds:
                 request.facts.tenant,
                 progress.rounds,
             )
+            if progress.end is None:
+                self._learner.learn_running(request, before)
         if progress.predicted_remaining_tokens is not None:
             self._requests.predicted(request, progress.predicted_remaining_tokens, request.emitted)
         return tokens
