@@ -14,7 +14,7 @@ KERNELS = Extension(
     "worker_svc.engine.cpu._kernels",
     [
         f"worker_svc/engine/cpu/{name}.c"
-        for name in ("kernels", "kernels_avx2", "kernels_avx512", "kernels_bf16", "threads")
+        for name in ("kernels", "kernels_avx2", "kernels_avx512", "kernels_bf16", "kernels_amx", "threads")
     ],
     depends=[
         f"worker_svc/engine/cpu/{name}.h"

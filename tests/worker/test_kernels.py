@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
+from tests.worker import emulated_tiles
 from worker_svc.engine.cache.kv import BlockTable, KVPool
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Sampling
@@ -33,15 +34,16 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(
     autouse=True,
-    params=[kernels.AVX512_BF16, kernels.AVX512, kernels.AVX2],
-    ids=["AVX-512 BF16", "AVX-512", "AVX2"],
+    params=[kernels.AMX, None, kernels.AVX512_BF16, kernels.AVX512, kernels.AVX2],
+    ids=["AMX", "AMX emulated", "AVX-512 BF16", "AVX-512", "AVX2"],
 )
 def width(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test for each width of vectors that this machine has."""
-    if kernels._kernels.use(request.param) < request.param:
+    """Run each test for each kind of kernels that this machine has."""
+    runs = emulated_tiles.use() if request.param is None else kernels._kernels.use(request.param) == request.param
+    if not runs:
         pytest.skip("not on this machine")
     yield
-    kernels._kernels.use(kernels.AVX512_BF16)
+    kernels._kernels.use(kernels.AMX)
 
 
 ROUNDED = 1.02 * 2.0**-8  # of a number: what rounding it to bfloat16 may change
@@ -204,19 +206,12 @@ def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
     assert torch.equal(product(x[:, None].expand(-1, 2, -1)[:, 1]), whole)
 
 
-def test_a_weight_of_another_shape_or_type_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+def test_a_weight_of_another_shape_or_type_is_left_to_others() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert kernels.multiply(random(64, 48).to(dtype))
         assert kernels.multiply(random(48, 64).to(dtype)), "panels that are not whole are filled up"
         assert not kernels.multiply(random(64, 47).to(dtype)), "no whole number of pairs"
     assert not kernels.multiply(random(64, 48).half())
-
-
-def test_bfloat16_is_left_to_torch_where_it_multiplies_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert kernels.multiply(random(64, 48))
-    assert not kernels.multiply(random(64, 48).bfloat16())
 
 
 # Steps of a decoder, one by one.

@@ -30,7 +30,7 @@ def width(request: pytest.FixtureRequest) -> Iterator[None]:
     if kernels._kernels.use(request.param) < request.param:
         pytest.skip("not on this machine")
     yield
-    kernels._kernels.use(kernels.AVX512_BF16)
+    kernels._kernels.use(kernels.AMX)
 
 
 def any_settings(rng: random.Random, vocab: int) -> Sampling:

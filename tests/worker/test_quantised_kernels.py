@@ -27,7 +27,7 @@ def width(request: pytest.FixtureRequest) -> Iterator[None]:
     if kernels._kernels.use(request.param) < request.param:
         pytest.skip("not on this machine")
     yield
-    kernels._kernels.use(kernels.AVX512_BF16)
+    kernels._kernels.use(kernels.AMX)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

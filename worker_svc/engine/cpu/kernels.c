@@ -37,6 +37,7 @@ static int expects(Py_ssize_t given, Py_ssize_t wanted) {
 }
 
 static const Kernels *kernels; /* set by `use`; nothing else is called before */
+Tiles *by_tiles;
 
 /* Whether heads of this shape are served; sets an error if not. */
 static int serves(int64_t heads, int64_t kv_heads, int64_t size) {
@@ -47,15 +48,17 @@ static int serves(int64_t heads, int64_t kv_heads, int64_t size) {
 
 #define AT(type, number) ((type *)(intptr_t)(number))
 
-/* From now on use the best kernels that this machine can run, of the kinds up to `most`: 1 AVX2, 2 AVX-512, 3 that with bfloat16. Returns their kind,
-   0: there are none. */
+/* From now on use the best kernels that this machine can run, of the kinds up to `most`: 1 AVX2, 2 AVX-512, 3 that with bfloat16, 4 that with tiles.
+   Returns their kind, 0: there are none. */
 static PyObject *py_use(PyObject *module, PyObject *most) {
     long limit = PyLong_AsLong(most), kind = 0;
     if (limit == -1 && PyErr_Occurred()) return NULL;
+    by_tiles = NULL;
 #ifdef __x86_64__
     if (limit >= 1 && __builtin_cpu_supports("x86-64-v3")) kernels = &kernels_avx2, kind = 1;
     if (limit >= 2 && __builtin_cpu_supports("x86-64-v4")) kernels = &kernels_avx512, kind = 2;
     if (limit >= 3 && kind == 2 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) kernels = &kernels_bf16, kind = 3;
+    if (limit >= 4 && kind == 3 && may_use_tiles()) by_tiles = multiply_tiles, kind = 4;
 #endif
     return PyLong_FromLong(kind);
 }

@@ -4,7 +4,8 @@
    not on the other rows of the call, nor on how many there are. That is what makes a request's text independent of its batch.
 
    Written with the vector extensions of GCC and Clang (kernels_body.h), and compiled for three kinds of machine (kernels_avx2.c, kernels_avx512.c,
-   kernels_bf16.c): vectors that are wider than the registers would live in memory. kernels.c is what Python sees. */
+   kernels_bf16.c): vectors that are wider than the registers would live in memory. A fourth kind has tiles besides (kernels_amx.c). kernels.c is what Python
+   sees. */
 
 #pragma once
 
@@ -133,6 +134,14 @@ typedef struct {
 } Kernels;
 
 extern const Kernels kernels_avx2, kernels_avx512, kernels_bf16;
+
+/* Products by tiles (kernels_amx.c), of weights in bfloat16 that are not quantised: the outputs of the panels [first, last) for x [rows, in]. */
+typedef void Tiles(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last);
+Tiles multiply_tiles;
+extern Tiles *by_tiles; /* what kernels_bf16 multiplies by; NULL: by pairs */
+
+/* Whether this CPU has them and the system lets this process use them, which it is asked for. */
+int may_use_tiles(void);
 
 enum {
     GRAIN = 16,      /* sizes of heads and of norms are multiples of it */

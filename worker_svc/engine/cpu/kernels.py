@@ -27,8 +27,8 @@ except ImportError:  # built without a C compiler
 
 BUILT = _kernels is not None
 MISSED = not BUILT and platform.machine().lower() in ("x86_64", "amd64")  # they could have been built
-AVX2, AVX512, AVX512_BF16 = 1, 2, 3  # kinds of kernels
-KIND = _kernels.use(AVX512_BF16) if BUILT else 0  # that this CPU can run; 0: none
+AVX2, AVX512, AVX512_BF16, AMX = 1, 2, 3, 4  # kinds of kernels
+KIND = _kernels.use(AMX) if BUILT else 0  # that this CPU can run; 0: none
 USABLE = KIND > 0
 GRAIN = 16  # sizes of heads and of norms are multiples of it
 MOST_HEAD_SIZE = 256
@@ -64,15 +64,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
 
 def multiply(weight: torch.Tensor) -> bool:
     """Return True if `Product` supports this weight."""
-    return (
-        USABLE
-        and weight.device.type == "cpu"
-        and weight.dtype in DTYPES
-        and weight.shape[1] % PAIR == 0
-        and not (
-            weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-        )  # torch has that multiply
-    )
+    return USABLE and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % PAIR == 0
 
 
 def use_threads(threads: int, cores: Sequence[int] = ()) -> None:

@@ -591,6 +591,10 @@ STEP void product_of(const Matrix *matrix, const void *x, int64_t rows, float *o
         multiply_quantised(1, matrix, x, rows, out, first, last);
     else if (matrix->bits)
         multiply_quantised(0, matrix, x, rows, out, first, last);
+#ifdef DOTS
+    else if (matrix->kind == BFLOAT16 && by_tiles)
+        by_tiles(matrix, x, rows, out, first, last);
+#endif
     else if (matrix->kind == BFLOAT16)
         multiply_panels(1, matrix, x, rows, out, first, last);
     else
@@ -607,7 +611,7 @@ typedef struct {
 TARGET
 static void product_part(const void *given, int64_t part, int64_t parts) {
     const Multiply *step = given;
-    const int64_t panels = step->matrix->columns / PANEL, together = step->rows <= WITH_2 ? 2 : 1;
+    const int64_t panels = step->matrix->columns / PANEL, together = step->rows <= WITH_2 || by_tiles ? 2 : 1;
     product_of(step->matrix, step->x, step->rows, step->out, share(panels, together, part, parts), share(panels, together, part + 1, parts));
 }
 
