@@ -39,7 +39,11 @@ CPU = torch.device("cpu")
 )
 def width(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run each test for each kind of kernels that this machine has."""
-    runs = emulated_tiles.use() if request.param is None else kernels._kernels.use(request.param) == request.param
+    runs = (
+        emulated_tiles.use()
+        if request.param is None
+        else kernels._kernels.use(request.param) == request.param
+    )
     if not runs:
         pytest.skip("not on this machine")
     yield
@@ -204,6 +208,25 @@ def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
         assert torch.equal(product(x[-rows:]), whole[-rows:])
     assert torch.equal(product(x.view(4, 16, width)), whole.view(4, 16, columns))
     assert torch.equal(product(x[:, None].expand(-1, 2, -1)[:, 1]), whole)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "scale", [1e-20, 1e-38, 1e19], ids=["tiny products", "denormal inputs", "infinite sums"]
+)
+def test_a_row_alone_has_its_bits_among_others_at_the_ends_of_the_range(
+    scale: float, dtype: torch.dtype
+) -> None:
+    small = random(96, 104, seed=6) * scale
+    weight, x = small.to(dtype), (random(40, 104, seed=7) * max(scale, 1e-20)).to(dtype)
+    product = kernels.Product(weight, None)
+    whole = product(x)
+    for row in range(40):
+        torch.testing.assert_close(
+            product(x[row : row + 1]), whole[row : row + 1], rtol=0, atol=0, equal_nan=True
+        )
+    doubled = torch.full((16,), 2.0**-130, dtype=torch.float32) * 2
+    assert doubled.eq(2.0**-129).all(), "the arithmetic of the thread is as it was"
 
 
 def test_a_weight_of_another_shape_or_type_is_left_to_others() -> None:

@@ -1,11 +1,12 @@
 /* Products of bfloat16 by tiles (AMX): sixteen rows of x times sixteen outputs, thirty-two inputs at a time.
 
-   A tile of weights is half of a panel as it lies in memory (kernels.h): sixteen pairs of inputs, a pair of sixteen outputs each. A row of a tile of sums depends
-   on the same row of the tile of x alone, and inputs are added up in their order, so that a row has the same bits however many are multiplied with it, one
-   too.
+   A tile of weights is half of a panel as it lies in memory (kernels.h): sixteen pairs of inputs, a pair of sixteen outputs each. A row of sums depends
+   on the same row of the tile of x alone, and inputs are added up in their order, so that a row has the same bits however many are multiplied with it. A row
+   that is alone is multiplied by vectors in the same order, which gives the same bits: there memory is the limit, and vectors read it faster.
 
    The tests compile this file with LAPS_EMULATE_AMX, which computes the same without the instructions. */
 
+#include <immintrin.h>
 #include <string.h>
 
 #if defined(__linux__) && defined(__x86_64__)
@@ -17,17 +18,14 @@
 #include "kernels.h"
 
 enum {
-    ROWS = 16,        /* of a tile */
-    PAIRS = 16,       /* of inputs that are multiplied at a time */
-    BYTES = 64,       /* of a row of a tile */
-    WEIGHTS = 4 * PANEL /* bytes from one pair of inputs to the next */
+    ROWS = 16,                   /* of a tile */
+    PAIRS = 16,                  /* of inputs that are multiplied at a time */
+    BYTES = 64,                  /* of a row of a tile */
+    TOGETHER = 4,                /* panels that one row is multiplied with */
+    FETCH_AHEAD = 2048,          /* bytes of a panel */
+    WEIGHTS = 4 * PANEL,         /* bytes from one pair of inputs to the next */
+    DENORMALS_ARE_ZEROS = 0x8040 /* those that are read, and results; tiles compute so whatever is set */
 };
-#ifndef STAYS
-#define STAYS 256 /* pairs of inputs for which the weights of a panel stay in the first-level cache */
-#endif
-#ifndef FETCH_AHEAD
-#define FETCH_AHEAD 4096 /* bytes of a panel */
-#endif
 
 #ifndef LAPS_EMULATE_AMX
 
@@ -82,8 +80,12 @@ static void emulate_add(Emulated *sums, const Emulated *x, const Emulated *weigh
 #define LOAD(tile, from, apart) emulate_load(emulated + tile, from, apart)
 #define STORE(tile, to, apart) emulate_store(emulated + tile, to, apart)
 #define ADD(sums, x, weights) emulate_add(emulated + sums, emulated + x, emulated + weights)
-#define CONFIGURE(config) for (int tile = 0; tile < 8; tile++) emulated[tile].rows = config.rows[tile]
-#define RELEASE() memset(emulated, 0, sizeof emulated)
+#define CONFIGURE(config) \
+    _mm_setcsr(_mm_getcsr() | DENORMALS_ARE_ZEROS); \
+    for (int tile = 0; tile < 8; tile++) emulated[tile].rows = config.rows[tile]
+#define RELEASE() \
+    memset(emulated, 0, sizeof emulated); \
+    _mm_setcsr(_mm_getcsr() & ~(unsigned)DENORMALS_ARE_ZEROS)
 
 #endif
 
@@ -113,7 +115,7 @@ typedef struct {
     float *to[2];
 } Pair;
 
-static const float none[2 * PANEL]; /* a bias */
+static const float none[TOGETHER * PANEL]; /* a bias */
 
 /* Sixteen pairs of inputs. `apart`: bytes from one row of x to the next. */
 static inline __attribute__((always_inline)) void add(int blocks, int panels, const char *const *x, int64_t apart, const char *const *weights) {
@@ -144,32 +146,28 @@ static void add_last(int blocks, int panels, const char *const *x, int64_t rows,
     add(blocks, panels, (const char *[]){own[0], own[1]}, BYTES, (const char *[]){parts[0], parts[1]});
 }
 
-/* The products of `rows` rows of each block, over the pairs of inputs [from, to) of `in`. `fetch`: bytes from weights that are read to those that are fetched;
-   0: none. */
-static inline __attribute__((always_inline)) void multiply(int blocks, int panels, const Pair *pair, int64_t rows, int64_t in, int64_t from, int64_t to,
-                                                           int64_t columns, int64_t fetch) {
+/* The products of `rows` rows of each block with `in` pairs of inputs. `fetch`: bytes from weights that are read to those that are fetched; 0: none. */
+static inline __attribute__((always_inline)) void multiply(int blocks, int panels, const Pair *pair, int64_t rows, int64_t in, int64_t columns,
+                                                           int64_t fetch) {
     const int second = blocks + panels > 2;
     const int64_t apart = 4 * in;
-    const char *x[2] = {pair->x[0] + 4 * from, pair->x[1] + 4 * from};
-    const char *weights[2] = {pair->weights[0] + WEIGHTS * from, pair->weights[1] + WEIGHTS * from};
+    const char *x[2] = {pair->x[0], pair->x[1]}, *weights[2] = {pair->weights[0], pair->weights[1]};
     /* A distance of 0 between rows gives each the bias. */
-    const float *sums[2] = {from ? pair->to[0] : pair->bias[0], from ? pair->to[1] : pair->bias[1]};
-    const int64_t between = from ? 4 * columns : 0;
-    LOAD(0, sums[0], between);
-    LOAD(1, sums[0] + PANEL / 2, between);
+    LOAD(0, pair->bias[0], 0);
+    LOAD(1, pair->bias[0] + PANEL / 2, 0);
     if (second) {
-        LOAD(2, sums[1], between);
-        LOAD(3, sums[1] + PANEL / 2, between);
+        LOAD(2, pair->bias[1], 0);
+        LOAD(3, pair->bias[1] + PANEL / 2, 0);
     }
-    int64_t k = from;
-    for (; k + PAIRS <= to; k += PAIRS) {
+    int64_t k = 0;
+    for (; k + PAIRS <= in; k += PAIRS) {
         if (fetch)
             for (int panel = 0; panel < panels; panel++)
                 for (int at = 0; at < PAIRS * WEIGHTS; at += BYTES) __builtin_prefetch(weights[panel] + fetch + at);
         add(blocks, panels, x, apart, weights);
         for (int one = 0; one < 2; one++) x[one] += 4 * PAIRS, weights[one] += WEIGHTS * PAIRS;
     }
-    if (k < to) add_last(blocks, panels, x, rows, apart, weights, to - k);
+    if (k < in) add_last(blocks, panels, x, rows, apart, weights, in - k);
     STORE(0, pair->to[0], 4 * columns);
     STORE(1, pair->to[0] + PANEL / 2, 4 * columns);
     if (second) {
@@ -201,38 +199,90 @@ static inline Pair two_panels(const Whole *own, int64_t first, int64_t panel) {
     return (Pair){.x = {x, x}, .weights = {weights, weights + own->in * WEIGHTS}, .bias = {bias, bias + PANEL}, .to = {to, to + PANEL}};
 }
 
-/* The pairs of blocks that are full, up to `rows`: some inputs of all of them, then the next ones. */
-static void multiply_full(const Whole *own, int64_t rows, int64_t panel) {
-    for (int64_t from = 0, to; from < own->in; from = to) {
-        to = from + STAYS < own->in ? from + STAYS : own->in;
-        for (int64_t row = 0; row < rows; row += 2 * ROWS) {
-            const Pair pair = two_blocks(own, row, row + ROWS, panel);
-            multiply(2, 1, &pair, ROWS, own->in, from, to, own->columns, row ? 0 : own->in * WEIGHTS);
-        }
-    }
-}
-
-void multiply_tiles(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last) {
-    const Whole own = {x, matrix->weights, matrix->bias, out, matrix->in / 2, matrix->columns};
+static void multiply_blocks(const Whole *own, int64_t rows, int64_t first, int64_t last) {
     const int64_t full = rows / (2 * ROWS) * (2 * ROWS), left = rows - full, in_block = rows < ROWS ? rows : ROWS;
     configure(in_block);
     for (int64_t panel = first; panel < last; panel += 2) {
         const int two = panel + 1 < last;
         for (int64_t one = panel; one <= panel + two; one++) {
-            multiply_full(&own, full, one);
+            for (int64_t row = 0; row < full; row += 2 * ROWS) {
+                const Pair pair = two_blocks(own, row, row + ROWS, one);
+                multiply(2, 1, &pair, ROWS, own->in, own->columns, row ? 0 : own->in * WEIGHTS);
+            }
             if (left <= ROWS) continue;
             /* Blocks may share rows, which then are computed twice, with the same bits. */
-            const Pair pair = two_blocks(&own, full ? rows - 2 * ROWS : 0, rows - ROWS, one);
-            multiply(2, 1, &pair, ROWS, own.in, 0, own.in, own.columns, full ? 0 : own.in * WEIGHTS);
+            const Pair pair = two_blocks(own, full ? rows - 2 * ROWS : 0, rows - ROWS, one);
+            multiply(2, 1, &pair, ROWS, own->in, own->columns, full ? 0 : own->in * WEIGHTS);
         }
         if (!left || left > ROWS) continue;
-        const Pair pair = two_panels(&own, rows - in_block, panel);
+        const Pair pair = two_panels(own, rows - in_block, panel);
         if (two)
-            multiply(1, 2, &pair, in_block, own.in, 0, own.in, own.columns, full ? 0 : FETCH_AHEAD);
+            multiply(1, 2, &pair, in_block, own->in, own->columns, full ? 0 : FETCH_AHEAD);
         else
-            multiply(1, 1, &pair, in_block, own.in, 0, own.in, own.columns, full ? 0 : FETCH_AHEAD);
+            multiply(1, 1, &pair, in_block, own->in, own->columns, full ? 0 : FETCH_AHEAD);
     }
     RELEASE();
+}
+
+/* ---- one row ---- */
+
+#define VECTORS __attribute__((target("arch=x86-64-v4")))
+
+/* As a tile has it: the first and the second numbers of sixteen pairs apart, then their sums together, then those to what was there. */
+VECTORS static inline __attribute__((always_inline)) void multiply_row(const Whole *own, int64_t panel, int panels) {
+    const int vectors = 2 * panels;
+    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000u);
+    const char *weights = own->weights + panel * own->in * WEIGHTS;
+    float *out = own->out + panel * PANEL;
+    memcpy(out, own->bias ? own->bias + panel * PANEL : none, (size_t)panels * PANEL * sizeof(float));
+    for (int64_t k = 0; k < own->in; k += PAIRS) {
+        const int64_t pairs = own->in - k < PAIRS ? own->in - k : PAIRS;
+        const __m512i x = _mm512_maskz_loadu_epi32((__mmask16)((1u << pairs) - 1), own->x + 4 * k);
+        float x_firsts[PAIRS] __attribute__((aligned(64))), x_seconds[PAIRS] __attribute__((aligned(64)));
+        _mm512_store_ps(x_firsts, _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)));
+        _mm512_store_ps(x_seconds, _mm512_castsi512_ps(_mm512_and_si512(x, upper)));
+        __m512 firsts[2 * TOGETHER], seconds[2 * TOGETHER];
+#pragma GCC unroll 8
+        for (int j = 0; j < vectors; j++) firsts[j] = seconds[j] = _mm512_setzero_ps();
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const __m512 first = _mm512_set1_ps(x_firsts[pair]), second = _mm512_set1_ps(x_seconds[pair]);
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; j++) {
+                const char *at = weights + (j / 2 * own->in + k + pair) * WEIGHTS + j % 2 * BYTES;
+                __builtin_prefetch(at + FETCH_AHEAD);
+                const __m512i part = _mm512_loadu_si512(at);
+                firsts[j] = _mm512_fmadd_ps(first, _mm512_castsi512_ps(_mm512_slli_epi32(part, 16)), firsts[j]);
+                seconds[j] = _mm512_fmadd_ps(second, _mm512_castsi512_ps(_mm512_and_si512(part, upper)), seconds[j]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < vectors; j++) {
+            float *to = out + j * (PANEL / 2);
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_add_ps(firsts[j], seconds[j])));
+        }
+    }
+}
+
+VECTORS static __attribute__((noinline)) void multiply_panels(const Whole *own, int64_t first, int64_t last) {
+    int64_t panel = first;
+    for (; panel + TOGETHER <= last; panel += TOGETHER) multiply_row(own, panel, TOGETHER);
+    for (; panel + 2 <= last; panel += 2) multiply_row(own, panel, 2);
+    if (panel < last) multiply_row(own, panel, 1);
+}
+
+static void multiply_one(const Whole *own, int64_t first, int64_t last) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | DENORMALS_ARE_ZEROS);
+    multiply_panels(own, first, last);
+    _mm_setcsr(before);
+}
+
+void multiply_tiles(const Matrix *matrix, const void *x, int64_t rows, float *out, int64_t first, int64_t last) {
+    const Whole own = {x, matrix->weights, matrix->bias, out, matrix->in / 2, matrix->columns};
+    if (rows == 1)
+        multiply_one(&own, first, last);
+    else if (rows > 1)
+        multiply_blocks(&own, rows, first, last);
 }
 
 int may_use_tiles(void) {
