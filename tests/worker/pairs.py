@@ -65,7 +65,7 @@ def write_draft_of(target: Path, directory: Path, *, noise: float, seed: int) ->
 
 
 def bfloat16_by_kernels() -> bool:
-    """Return True if the kernels multiply in bfloat16 here: on CPUs with AMX it is left to torch."""
+    """Return True if the kernels multiply in bfloat16 here."""
     return kernels.multiply(torch.empty(kernels.GRAIN, kernels.GRAIN, dtype=torch.bfloat16))
 
 

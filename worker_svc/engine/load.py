@@ -63,7 +63,7 @@ def load_engine(
     if options.deterministic and options.dtype != "float32" and not target.exact:
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
-            f"multiples of {PANEL}, on an x86 CPU with AVX2 and without AMX; "
+            f"multiples of {PANEL}, on an x86 CPU with AVX2; "
             "leave the setting out, or use float32"
         )
     draft = None
