@@ -191,12 +191,12 @@ def test_what_is_no_number_is_seen_by_those_who_read_it_and_by_no_other_sequence
 
 @DTYPES
 @pytest.mark.parametrize("columns", [7, 32, 64, 96, 500, 512, 1056])
-@pytest.mark.parametrize("width", [16, 100, 704])
+@pytest.mark.parametrize("inputs", [16, 100, 704])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
-    columns: int, width: int, biased: bool, dtype: torch.dtype
+    columns: int, inputs: int, biased: bool, dtype: torch.dtype
 ) -> None:
-    weight, x = random(columns, width, seed=6).to(dtype), random(64, width, seed=7).to(dtype)
+    weight, x = random(columns, inputs, seed=6).to(dtype), random(64, inputs, seed=7).to(dtype)
     bias = random(columns, seed=8).to(dtype) if biased else None
     product = kernels.Product(weight, bias)
     whole = product(x)
@@ -206,7 +206,7 @@ def test_a_product_is_that_of_the_book_and_its_rows_are_independent(
     for rows in range(1, 40):
         assert torch.equal(product(x[:rows]), whole[:rows])
         assert torch.equal(product(x[-rows:]), whole[-rows:])
-    assert torch.equal(product(x.view(4, 16, width)), whole.view(4, 16, columns))
+    assert torch.equal(product(x.view(4, 16, inputs)), whole.view(4, 16, columns))
     assert torch.equal(product(x[:, None].expand(-1, 2, -1)[:, 1]), whole)
 
 
