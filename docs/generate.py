@@ -50,6 +50,7 @@ OF_A_CHECKOUT = (
     "LAPS_SD_TEST_CHROMIUM",
     "LAPS_SD_TEST_DEVICE",
     "LAPS_SD_TEST_VLLM_DTYPE",
+    "LAPS_SD_TEST_VLLM_HEADS",
     "LAPS_SD_TEST_VLLM_PYTHON",
 )
 """Variables that only `bench/` and `tests/` read."""

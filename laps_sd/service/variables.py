@@ -117,6 +117,7 @@ KNOWN = frozenset(
         "LAPS_SD_TEST_CLIENTS",
         "LAPS_SD_TEST_DEVICE",
         "LAPS_SD_TEST_VLLM_DTYPE",
+        "LAPS_SD_TEST_VLLM_HEADS",
         "LAPS_SD_TEST_VLLM_PYTHON",
         "LAPS_SD_THREADS",
         "LAPS_SD_TLS_CA",

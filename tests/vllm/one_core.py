@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from worker_svc.engine.vllm.fingerprint import fingerprint
 from worker_svc.engine.vllm.loading import load_core, rules_for
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser
-from worker_svc.engine.vllm.scheduler import RoundScheduler
+from worker_svc.engine.vllm.scheduler import round_scheduler
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -65,11 +66,20 @@ PAIR = VllmOptions(
 )
 
 
+def with_head(method: str, head: Path) -> VllmOptions:
+    """Return the options of `PAIR` with a head for its target in place of its draft model.
+
+    On a CPU too without torch.compile: it fails if a model that was loaded before is freed while it traces.
+    """
+    speculative = {"method": method, "model": str(head), "num_speculative_tokens": DRAFT_LEN}
+    return replace(PAIR, speculative=speculative, arguments={**PAIR.arguments, "enforce_eager": True})
+
+
 class OneCore:
     """The core, and engines over it; each `engine` ends the one before."""
 
-    def __init__(self) -> None:
-        self.core, self.chooser = load_core(PAIR)
+    def __init__(self, options: VllmOptions = PAIR) -> None:
+        self.core, self.chooser = load_core(options)
         self._kv = self.core.scheduler.kv_cache_config
         self._engine: VllmEngine | None = None
 
@@ -88,8 +98,10 @@ class OneCore:
         if self._engine is not None:
             for name in self._engine.known():
                 self._engine.drop(name)
-            core.step()  # the model runner forgets them too
-        core.scheduler = RoundScheduler(
+            core.step_fn()  # the model runner forgets them too
+            while core.batch_queue:
+                core.step_fn()
+        core.scheduler = round_scheduler(
             vllm_config=config,
             kv_cache_config=replace(self._kv, num_blocks=blocks + 1),
             structured_output_manager=core.structured_output_manager,
@@ -155,4 +167,5 @@ __all__ = [
     "equal_arithmetic",
     "like_torch",
     "mixed",
+    "with_head",
 ]

@@ -1,5 +1,6 @@
-"""Same seed, same text over vLLM, on whatever device it runs: where a GPU is, by the logits processor of the second
-model runner. How many texts are equal is a property of each test in the report of pytest (`--junitxml`).
+"""Same seed, same text over vLLM, with each kind of drafter and on whatever device it runs: where a GPU is, by the logits
+processor of the second model runner. How many texts are equal is a property of each test in the report of pytest
+(`--junitxml`).
 """
 
 from __future__ import annotations
@@ -8,12 +9,26 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
-from tests.vllm.one_core import ENVIRONMENT, EQUAL_ARITHMETIC, ON_CPU, PAIR, OneCore, mixed
+from bench._vllm.workload import demo_workload
+from laps_sd.contract.prompt_blocks import BLOCK_TOKENS
+from tests.vllm.heads import METHODS
+from tests.vllm.one_core import (
+    DRAFT_LEN,
+    ENVIRONMENT,
+    EQUAL_ARITHMETIC,
+    ON_CPU,
+    PAIR,
+    OneCore,
+    mixed,
+    with_head,
+)
+from tests.worker.cached import Replica, prompt_of
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.vllm.parameters import Chooser
@@ -25,12 +40,14 @@ LEAST_EQUAL = COUNT if EQUAL_ARITHMETIC else int(0.8 * COUNT)
 """Without batch invariance a text may turn at a token whose two best scores are nearly equal."""
 
 
-@pytest.fixture(scope="module")
-def one_core() -> Iterator[OneCore]:
+@pytest.fixture(scope="module", params=["draft_model", *METHODS])
+def one_core(request: pytest.FixtureRequest, head_of: Callable[[str], Path]) -> Iterator[OneCore]:
+    method = request.param
+    options = PAIR if method == "draft_model" else with_head(method, head_of(method))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        yield OneCore()
+        yield OneCore(options)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +59,7 @@ def expected(one_core: OneCore) -> Texts:
 def about(record_property: Callable[[str, object], None], one_core: OneCore) -> None:
     record_property("dtype", PAIR.dtype)
     record_property("chooser", one_core.chooser.value)
+    record_property("drafter", one_core.core.vllm_config.speculative_config.method)
     record_property("second_runner", one_core.core.vllm_config.use_v2_model_runner)
     record_property("equal_arithmetic", EQUAL_ARITHMETIC)
 
@@ -68,7 +86,42 @@ def test_the_same_rounds_give_the_same_text(
     record_property("accepted", sum(report.accepted for report in reports))
 
     assert texts == expected
-    assert sum(report.accepted for report in reports) > 100
+
+
+def test_draft_tokens_are_counted_by_place_and_many_are_accepted(
+    one_core: OneCore, record_property: Callable[[str, object], None]
+) -> None:
+    prompts = demo_workload(COUNT, seed=0).ids
+    specs = [Specification(f"r{at}", tuple(ids), (), Sampling(), 48) for at, ids in enumerate(prompts)]
+    _, _, reports = finish_all(one_core.engine(slots=COUNT), specs)
+    tested, accepted = (
+        [sum(one[place] for one in counts if len(one) > place) for place in range(DRAFT_LEN)]
+        for counts in (
+            [report.tested_by_position for report in reports],
+            [report.accepted_by_position for report in reports],
+        )
+    )
+    record_property("tested", tested)
+    record_property("accepted", accepted)
+
+    assert tested[0] == sum(report.drafted > 0 for report in reports)
+    assert all(after <= before for after, before in zip(tested[1:], accepted, strict=False)), (
+        tested,
+        accepted,
+    )
+    assert accepted[0] > 0.3 * tested[0]
+    assert accepted[1] > 0
+
+
+def test_draft_tokens_do_not_change_the_text(
+    one_core: OneCore, expected: Texts, record_property: Callable[[str, object], None]
+) -> None:
+    plain = [replace(one, max_draft_len=0) for one in mixed(COUNT)]
+    texts, _, reports = finish_all(one_core.engine(slots=COUNT), plain)
+    record_property("equal", equal(texts, expected))
+
+    assert not any(report.drafted for report in reports)
+    assert equal(texts, expected) >= LEAST_EQUAL
 
 
 @pytest.mark.parametrize(
@@ -100,6 +153,26 @@ def test_a_new_worker_goes_on_with_the_same_text(
     record_property("equal", equal(texts, expected))
 
     assert equal(texts, expected) >= LEAST_EQUAL
+
+
+def test_a_prompt_that_is_found_again_gives_the_same_text(
+    one_core: OneCore, record_property: Callable[[str, object], None]
+) -> None:
+    """With EAGLE vLLM computes the last KV block that it finds again: its head would read the token after it."""
+    engine = one_core.engine()
+    replica = Replica(engine)
+    specs = [
+        Specification(name, prompt_of(1, 2, tail=10), (), Sampling(0.8, seed=7), 24, ignore_eos=True)
+        for name in ("first", "again")
+    ]
+    (first, _, begun), (again, _, found) = (finish_all(engine, [one]) for one in specs)
+    record_property("equal", int(first["first"] == again["again"]))
+    dropped = engine.capacity.block_size if one_core.core.vllm_config.speculative_config.use_eagle() else 0
+
+    assert (begun[0].cached, found[0].cached) == (0, 2 * BLOCK_TOKENS - dropped)
+    replica.follow()
+    assert replica.leading(specs[0].prompt_ids, "") == 2, "the scheduler knows the whole blocks"
+    assert first["first"] == again["again"] or not EQUAL_ARITHMETIC
 
 
 def test_another_seed_gives_another_text(one_core: OneCore, expected: Texts) -> None:

@@ -1,4 +1,6 @@
-"""A real `vllm serve` of the demo pair with LAPS-SD as its scheduler: the processes and pages that users have."""
+"""A real `vllm serve` of the demo pair with LAPS-SD as its scheduler: the processes and pages that users have. Once with
+the draft model, and once with an EAGLE-3 head.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @dataclass(frozen=True)
 class Server:
+    method: str
     url: str
     log: Path
     learnt: Path
@@ -48,12 +51,16 @@ class Server:
             return dict(json.load(answer))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["draft_model", "eagle3"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, head_of: Callable[[str], Path]
+) -> Iterator[Server]:
+    method = request.param
+    draft = DEMO / "draft" if method == "draft_model" else head_of(method)
     folder = tmp_path_factory.mktemp("vllm")
     port = free_port()
-    server = Server(f"http://127.0.0.1:{port}", folder / "log", folder / "learnt.json")
-    speculative = {"method": "draft_model", "model": str(DEMO / "draft"), "num_speculative_tokens": 4}
+    server = Server(method, f"http://127.0.0.1:{port}", folder / "log", folder / "learnt.json")
+    speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 4}
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO / "target")),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo", "--dtype", "float32"),
@@ -140,3 +147,15 @@ def test_what_was_learnt_is_written_when_no_request_is_left(server: Server) -> N
         return server.learnt.exists() and "learnt" in json.loads(server.learnt.read_text())["classes"]
 
     wait_until(written, description="the file has the class")
+
+
+def test_draft_tokens_are_accepted(server: Server) -> None:
+    """A scheduler that loses them shows no error."""
+    server.complete("Count from 1 to 30:", max_tokens=100)
+    page = server.get("/metrics")
+    labels = '{engine="0",model_name="demo"'
+    rounds = value(page, f"vllm:spec_decode_num_drafts_total{labels}}}")
+    accepted = value(page, f'vllm:spec_decode_num_accepted_tokens_per_pos_total{labels},position="0"}}')
+
+    assert rounds > 10
+    assert accepted > 0.3 * rounds
