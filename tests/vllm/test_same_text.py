@@ -30,7 +30,9 @@ from tests.vllm.one_core import (
 )
 from tests.worker.cached import Replica, prompt_of
 from tests.worker.drive import Between, everybody, finish_all, rotate
+from worker_svc.demo import TARGET_DIR
 from worker_svc.engine.interface import Sampling, Specification
+from worker_svc.engine.vllm.loading import models_in_words
 from worker_svc.engine.vllm.parameters import Chooser
 
 pytestmark = pytest.mark.timeout(900)
@@ -75,6 +77,14 @@ def test_the_device_decides_the_runner_and_what_chooses(one_core: OneCore) -> No
 
     assert one_core.chooser is expected
     assert one_core.core.vllm_config.use_v2_model_runner is not ON_CPU
+
+
+def test_facts_name_the_drafter_and_its_model(one_core: OneCore) -> None:
+    config = one_core.core.vllm_config
+    speculative = config.speculative_config
+
+    words = f"draft tokens by {speculative.method} {Path(speculative.model).name}"
+    assert words in models_in_words(config, TARGET_DIR)
 
 
 def test_the_same_rounds_give_the_same_text(

@@ -34,7 +34,7 @@ from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser, Rules
 from worker_svc.engine.vllm.scheduler import round_scheduler
 
-__all__ = ["load_core", "load_engine"]
+__all__ = ["load_core", "load_engine", "models_in_words"]
 
 CPU_MEMORY_BYTES = 2**30
 """KV on a CPU unless a size is set: vLLM would take a share of all the memory of the machine."""
@@ -66,7 +66,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         share_prefixes=options.share_prefixes,
         max_round_s=options.max_round_s,
         probe=_probe(core.vllm_config, chooser) if options.length_probe else None,
-        models=_models(core.vllm_config, options.model),
+        models=models_in_words(core.vllm_config, options.model),
     )
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
@@ -100,7 +100,7 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
         raise ModelError(f"vLLM cannot load {options.model}: {first_line(error)}") from error
 
 
-def _models(config: Any, target: Path) -> str:
+def models_in_words(config: Any, target: Path) -> str:
     """Return the models of this configuration of vLLM in words."""
     model = config.model_config
     words = model_words(
@@ -111,8 +111,10 @@ def _models(config: Any, target: Path) -> str:
     )
     speculative = config.speculative_config
     if speculative is not None:
+        # For methods without a model of their own it is the target, or the name of the method.
         draft = getattr(speculative, "model", None)
-        named = f" {served_name(Path(str(draft)))}" if draft and speculative.method == "draft_model" else ""
+        own = draft and draft not in (speculative.method, model.model)
+        named = f" {served_name(Path(str(draft)))}" if own else ""
         words += f", draft tokens by {speculative.method}{named}"
     return f"{words}, {str(model.dtype).removeprefix('torch.')}"
 
