@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from worker_svc.engine.interface import Engine, RequestRound, Residency, Specification
@@ -40,7 +41,10 @@ def rotate(how: str, every: int = 3) -> Between:
 def finish_all(
     engine: Engine, specs: Iterable[Specification], between: Between = everybody
 ) -> tuple[dict[str, list[int]], dict[str, RequestRound], list[RequestRound]]:
-    """Return output tokens by request (committed ones included), each one's last report, and all reports."""
+    """Return output tokens by request (committed ones included), each one's last report, and all reports.
+
+    Where rounds overlap a round returns the reports of the one before.
+    """
     specs = list(specs)
     output = {spec.request_id: list(spec.committed_ids) for spec in specs}
     last: dict[str, RequestRound] = {}
@@ -49,11 +53,16 @@ def finish_all(
         engine.add(spec)
     live = [spec.request_id for spec in specs]
     number = 0
+    lag = engine.capacity.lag
+    begun: deque[Sequence[str]] = deque([()] * lag)
     while live:
         run = between(engine, number, live)
+        begun.append(run)
         result = engine.round(run)
         engine.check()  # type: ignore[attr-defined]
-        assert [report.request_id for report in result.requests] == list(run)
+        assert [report.request_id for report in result.requests] == [
+            name for name in begun.popleft() if name in live
+        ]
         for report in result.requests:
             assert report.position == len(output[report.request_id])
             assert len(report.tokens) <= report.accepted + 1
@@ -66,6 +75,8 @@ def finish_all(
         reports.extend(result.requests)
         number += 1
         assert number < 20000, "no progress"
+    for _ in range(lag):
+        engine.round(())
     for spec in specs:
         engine.drop(spec.request_id)
     assert not engine.known()
