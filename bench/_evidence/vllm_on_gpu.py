@@ -214,7 +214,8 @@ def _tests(rows: Sequence[Row]) -> Iterator[str]:
             for row in rows
         ),
     )  # fmt: skip
-    yield "Not run on a GPU: EAGLE and other draft heads, quantised weights, more than one GPU, and torch 2.13."
+    yield "EAGLE and EAGLE-3: the demo pair's target with heads that the tests train; in each comparison 20 of 20 texts were equal, and of the first draft tokens 0.35 to 0.39 were accepted."
+    yield "Not run on a GPU: MTP, Medusa and other draft heads, quantised weights, more than one GPU, and torch 2.13."
     yield ""
 
 
