@@ -280,6 +280,28 @@ class TestRequestsThatRun:
         lengths.outlived(prompts(1)[0][0], "", "", 1000)
         assert lengths.predict(prompts(1)[0][0], "", "") is None
 
+    def test_what_a_request_shows_of_itself_while_it_runs_does_not_count_when_its_prediction_is_judged(
+        self,
+    ) -> None:
+        """Otherwise words that show nothing would seem to."""
+        priors, rng = Priors(), random.Random(4)
+        learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))
+        for _ in range(300):
+            features, length = rng.choice(prompts(200))[0], math.ceil(rng.lognormvariate(4.5, 1.0))
+            facts = RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features)
+            request = Request(facts, kept_estimates={})
+            for tokens in (1 << power for power in range(4, length.bit_length())):
+                before, request.emitted = request.emitted, tokens
+                learner.learn_running(request, before)
+            request.emitted = length
+            learner.learn_end(End.STOP, request)
+
+        means = [
+            priors.tokens_left("", 0, 4000, Guesses(prompt=priors.prompts.predict(features, "", ""))).mean
+            for features, _ in prompts(50, seed=3)
+        ]
+        assert max(means) < 1.3 * min(means)
+
     @pytest.mark.parametrize(
         ("steps", "learns"),
         [((15,), []), ((15, 16), [16]), ((3, 17, 31), [17]), ((40, 63, 64, 65), [40, 64]), ((5, 500), [500])],
@@ -287,8 +309,13 @@ class TestRequestsThatRun:
     def test_the_core_learns_each_time_that_the_output_has_doubled(
         self, monkeypatch: pytest.MonkeyPatch, steps: Sequence[int], learns: Sequence[int]
     ) -> None:
-        priors, found = Priors(), []
-        monkeypatch.setattr(priors.prompts, "outlived", lambda *given: found.append(given[-1]))
+        priors, found = Priors(), list[int]()
+
+        def outlived(features: bytes, workload_class: str, tenant: str, tokens: int) -> float:
+            found.append(tokens)
+            return 0.0
+
+        monkeypatch.setattr(priors.prompts, "outlived", outlived)
         learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))
         request = Request(RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=b"ab"))
         for emitted in steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from laps_sd.contract.choose import Residency
@@ -101,7 +102,10 @@ class Learner:
         emitted, facts = request.emitted, request.facts
         doubled = emitted.bit_length() > emitted_before.bit_length()
         if doubled and emitted >= FIRST_OUTLIVED and not facts.runs_to_limit:
-            self._priors.prompts.outlived(facts.length_features, facts.workload_class, facts.tenant, emitted)
+            raised = self._priors.prompts.outlived(
+                facts.length_features, facts.workload_class, facts.tenant, emitted
+            )
+            request.guesses.own_share *= math.exp(raised)
 
     def learn_end(self, end: End, request: Request) -> None:
         """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""
@@ -118,7 +122,8 @@ class Learner:
             prompts, features, cut = self._priors.prompts, request.facts.length_features, end is End.LENGTH
             # What is judged is the predictor as it was until now: it did not know this length, and of a burst
             # all were predicted before it had learned from any.
-            request.guesses.prompt = prompts.learn(features, workload_class, tenant, request.emitted, cut)
+            predicted = prompts.learn(features, workload_class, tenant, request.emitted, cut)
+            request.guesses.prompt = None if predicted is None else predicted / request.guesses.own_share
             self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant, cut=cut)
 
     def _learn_swap(

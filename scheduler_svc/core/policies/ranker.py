@@ -41,5 +41,6 @@ class Ranker:
         if not facts.length_features:
             return
         prompts = self.priors.prompts
-        guesses.prompt = prompts.predict(facts.length_features, facts.workload_class, facts.tenant)
+        predicted = prompts.predict(facts.length_features, facts.workload_class, facts.tenant)
+        guesses.prompt = None if predicted is None else predicted / guesses.own_share
         guesses.predicted_again_at = max(LEARNED_ENOUGH, PREDICTED_AGAIN * prompts.learned)
