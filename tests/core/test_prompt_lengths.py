@@ -171,7 +171,7 @@ def burst_ended(at_arrival: float) -> Priors:
     learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))
     for features, length in prompts(200):
         facts = RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features)
-        guesses = Guesses(prompt=at_arrival)
+        guesses = Guesses(prompt=at_arrival, predicted_again_at=LEARNED_ENOUGH)
         learner.learn_end(End.STOP, Request(facts, guesses=guesses, emitted=length, kept_estimates={}))
     return priors
 
@@ -289,7 +289,10 @@ class TestRequestsThatRun:
         for _ in range(300):
             features, length = rng.choice(prompts(200))[0], math.ceil(rng.lognormvariate(4.5, 1.0))
             facts = RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features)
-            request = Request(facts, kept_estimates={})
+            guesses = Guesses(
+                prompt=priors.prompts.predict(features, "", ""), predicted_again_at=LEARNED_ENOUGH
+            )
+            request = Request(facts, guesses=guesses, kept_estimates={})
             for tokens in (1 << power for power in range(4, length.bit_length())):
                 before, request.emitted = request.emitted, tokens
                 learner.learn_running(request, before)
@@ -311,9 +314,8 @@ class TestRequestsThatRun:
     ) -> None:
         priors, found = Priors(), list[int]()
 
-        def outlived(features: bytes, workload_class: str, tenant: str, tokens: int) -> float:
+        def outlived(features: bytes, workload_class: str, tenant: str, tokens: int) -> None:
             found.append(tokens)
-            return 0.0
 
         monkeypatch.setattr(priors.prompts, "outlived", outlived)
         learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))

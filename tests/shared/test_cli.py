@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -156,19 +155,26 @@ def test_chat_of_lines_stops_at_the_first_that_fails(fake_stack):
     assert done.stderr.startswith("laps-sd: INVALID_ARGUMENT: model must be")
 
 
+IN_CHARGE = """import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "laps_sd", *sys.argv[1:]])
+"""
+"""Runs the command with its input as the controlling terminal of its session: Ctrl-C reaches the processes of that. Not in `preexec_fn`:
+a process with threads can hang between fork and exec.
+"""
+
+
 @contextlib.contextmanager
 def on_a_terminal(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "laps_sd", *arguments],
+        [sys.executable, "-c", IN_CHARGE, *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         cwd=ROOT,
         env=environment(**{"TERM": "dumb", **variables}),
-        # Ctrl-C reaches the processes in whose session this is the controlling terminal.
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     try:
         yield process, ours

@@ -160,21 +160,17 @@ class PromptLengths:
         self.learned += 1
         return before
 
-    def outlived(self, features: bytes, workload_class: str, tenant: str, tokens: int) -> float:
-        """Learn from a request that runs on after `tokens` output tokens (1 or more). Return by how much this changes the
-        logarithm of what `predict` returns for it.
-        """
+    def outlived(self, features: bytes, workload_class: str, tenant: str, tokens: int) -> None:
+        """Learn from a request that runs on after `tokens` output tokens (1 or more)."""
         if not features:
-            return 0.0
+            return
         ids = unpacked(features)
         sums = self._sums(ids, workload_class, tenant)
         log_tokens = math.log(tokens)
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
-        if weight < LEAST_WEIGHT:
-            return 0.0
-        errors = _limited(fresh_error), _limited(warm_error)
-        self._move(ids, sums, *errors, weight, workload_class, tenant, ended=False)
-        return self._mean(self._sums(ids, workload_class, tenant)) - self._mean(sums)
+        if weight >= LEAST_WEIGHT:
+            errors = _limited(fresh_error), _limited(warm_error)
+            self._move(ids, sums, *errors, weight, workload_class, tenant, ended=False)
 
     def _move(
         self,

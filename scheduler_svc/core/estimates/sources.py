@@ -53,12 +53,10 @@ class Guesses:
     """Output tokens in all, by the client's hint."""
     prompt: float | None = None
     """Output tokens in all, predicted from the prompt."""
-    own_share: float = 1.0
-    """Factor by which what the predictor has learned from this request itself, while it ran, raises such a prediction. It
-    is left out: it shows only what the request's progress shows.
-    """
     predicted_again_at: float = math.inf
-    """Ended requests that the predictor must have learned from for the prompt to be predicted again."""
+    """Ended requests that the predictor must have learned from for the prompt to be predicted again; infinite without a
+    prompt, and once it has learned from this request while it runs.
+    """
     worker: Prediction | None = None
     """The worker's newest prediction."""
     by_stage: list[Prediction] = field(default_factory=list)

@@ -23,6 +23,9 @@ workers differ by less in the mean, and one outlier changes it by less."""
 FIRST_OUTLIVED: Final = 16
 """Output tokens after which it is first learnt that a request runs on, and again at 32, 64 and so on. With 8 or 32
 predictions are as good. Our choice."""
+OUTLIVED_UNTIL: Final = 1000.0
+"""Ended requests until which the predictor learns from those that run too. Later the order of ends hardly matters, and a tenant
+that words long requests like short ones would gain from it: 23 % in place of 8 % in `prompts-crafty`. Our choice."""
 OWN_ENDS: Final = frozenset({End.STOP, End.LENGTH, End.STOP_SEQUENCE})
 """Ends that are observations of the length of a class: the length itself, and with LENGTH a lower bound. The
 others cut a request short."""
@@ -98,14 +101,24 @@ class Learner:
         self._priors.observe_round(batch, tokens, context, seconds * self._mean_slowness / worker.slowness)
 
     def learn_running(self, request: Request, emitted_before: int) -> None:
-        """Learn from the words of a request that it runs on, whenever its output is twice as long as the last time."""
+        """Learn from the words of a request that it runs on, whenever its output is twice as long as the last time, while
+        little is known.
+
+        From then on its own prediction stays as it is, until it is judged: one that knew how far the request has come would seem
+        to have found that in the words.
+        """
         emitted, facts = request.emitted, request.facts
         doubled = emitted.bit_length() > emitted_before.bit_length()
-        if doubled and emitted >= FIRST_OUTLIVED and not facts.runs_to_limit:
-            raised = self._priors.prompts.outlived(
-                facts.length_features, facts.workload_class, facts.tenant, emitted
-            )
-            request.guesses.own_share *= math.exp(raised)
+        if not doubled or emitted < FIRST_OUTLIVED or facts.runs_to_limit or not facts.length_features:
+            return
+        prompts, guesses = self._priors.prompts, request.guesses
+        if prompts.learned >= OUTLIVED_UNTIL:
+            return
+        of_words = facts.length_features, facts.workload_class, facts.tenant
+        if guesses.predicted_again_at < math.inf:
+            guesses.prompt = prompts.predict(*of_words)
+            guesses.predicted_again_at = math.inf
+        prompts.outlived(*of_words, emitted)
 
     def learn_end(self, end: End, request: Request) -> None:
         """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""
@@ -120,10 +133,11 @@ class Learner:
         # A request that can only run to its limit shows nothing of how long others become.
         if end in OWN_ENDS and request.emitted and not request.facts.runs_to_limit:
             prompts, features, cut = self._priors.prompts, request.facts.length_features, end is End.LENGTH
-            # What is judged is the predictor as it was until now: it did not know this length, and of a burst
-            # all were predicted before it had learned from any.
+            # What is judged is the predictor as it was until it learned from this request: of a burst all were predicted
+            # before it had learned from any.
             predicted = prompts.learn(features, workload_class, tenant, request.emitted, cut)
-            request.guesses.prompt = None if predicted is None else predicted / request.guesses.own_share
+            if request.guesses.predicted_again_at < math.inf:
+                request.guesses.prompt = predicted
             self._priors.observe_length(workload_class, request.emitted, request.guesses, tenant, cut=cut)
 
     def _learn_swap(

@@ -41,6 +41,5 @@ class Ranker:
         if not facts.length_features:
             return
         prompts = self.priors.prompts
-        predicted = prompts.predict(facts.length_features, facts.workload_class, facts.tenant)
-        guesses.prompt = None if predicted is None else predicted / guesses.own_share
+        guesses.prompt = prompts.predict(facts.length_features, facts.workload_class, facts.tenant)
         guesses.predicted_again_at = max(LEARNED_ENOUGH, PREDICTED_AGAIN * prompts.learned)
