@@ -50,9 +50,15 @@ def acceptance_text(acceptance: Row) -> str:
 
 def predictor_text(predictor: Row) -> str:
     """Return the description of the length prediction as text."""
-    return {"noisy": f"σ {predictor['sigma']:g}", "recorded": "recorded classifier", "none": "none"}[
-        predictor["kind"]
-    ]
+    sigma = f"σ {predictor['sigma']:g}"
+    return {
+        "noisy": sigma,
+        "inverse": f"inverted, {sigma}",
+        "recorded": "recorded classifier",
+        "prompt": "words of the prompt",
+        "shuffled": "words of other prompts",
+        "none": "none",
+    }[predictor["kind"]]
 
 
 def arrivals_text(arrivals: Row) -> str:
