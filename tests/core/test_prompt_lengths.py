@@ -22,7 +22,7 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import LEARNED_ENOUGH, PromptLengths
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.core.handlers.learning import FIRST_OUTLIVED, Learner
+from scheduler_svc.core.handlers.learning import FIRST_OUTLIVED, OUTLIVED_UNTIL, Learner
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from tests.core.cluster import Cluster
@@ -324,6 +324,15 @@ class TestRequestsThatRun:
             if priors.prompts.predict(features, "", "") != known:
                 found.append(emitted)
         assert found == learns
+
+    def test_with_a_thousand_ended_requests_only_ends_count(self) -> None:
+        priors, features = Priors(), prompts(1)[0][0]
+        learned([(features, 4)] * int(OUTLIVED_UNTIL), priors.prompts)
+        known = priors.prompts.to_dict()
+        request = Request(RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features))
+        request.emitted = 500
+        Learner(priors, EstimateErrors(), Shard(2, reserved_share=False)).learn_running(request, 0)
+        assert priors.prompts.to_dict() == known
 
 
 class TestWaitingRequests:
