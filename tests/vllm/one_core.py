@@ -7,6 +7,7 @@ two runs with other batches compute is equal on a GPU only with `VLLM_BATCH_INVA
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ like_torch = pytest.mark.skipif(
 equal_arithmetic = pytest.mark.skipif(
     not EQUAL_ARITHMETIC, reason="on a GPU other batches have other last bits without VLLM_BATCH_INVARIANT=1"
 )
+Texts = dict[str, list[int]]
+COUNT = 20
+"""Requests whose texts are compared."""
+LEAST_EQUAL = COUNT if EQUAL_ARITHMETIC else int(0.8 * COUNT)
+"""Without batch invariance a text may turn at a token whose two best scores are nearly equal."""
 BLOCK_SIZE = 32
 MEMORY_SHARE = 0.1
 """Share of a device's memory that must be free: others use it too. KV takes `KV_BYTES` of it."""
@@ -73,6 +79,26 @@ def with_head(method: str, head: Path) -> VllmOptions:
     """
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": DRAFT_LEN}
     return replace(PAIR, speculative=speculative, arguments={**PAIR.arguments, "enforce_eager": True})
+
+
+def options_for(method: str, head_of: Callable[[str], Path]) -> VllmOptions:
+    """Return the options of a drafter by this method of vLLM's; `head_of` returns the head of one that needs it."""
+    return PAIR if method == "draft_model" else with_head(method, head_of(method))
+
+
+def continued(texts: Texts) -> list[Specification]:
+    """Return the requests of `mixed` as another worker gets them, each with more of its text than the one before."""
+    return [
+        replace(one, committed_ids=tuple(texts[one.request_id][: 1 + 2 * at]))
+        for at, one in enumerate(mixed(len(texts)))
+    ]
+
+
+def equal(found: Texts, expected: Texts) -> int:
+    """Return how many texts are equal; all have the expected length."""
+    assert found.keys() == expected.keys()
+    assert all(len(found[name]) == len(expected[name]) for name in expected)
+    return sum(found[name] == expected[name] for name in expected)
 
 
 class OneCore:
@@ -154,18 +180,23 @@ def mixed(count: int, max_tokens: int = 48, kinds: tuple[Sampling, ...] = KINDS)
 
 
 __all__ = [
+    "COUNT",
     "DRAFT_LEN",
     "ENVIRONMENT",
     "EQUAL_ARITHMETIC",
     "KINDS",
     "KV_BYTES",
+    "LEAST_EQUAL",
     "MEMORY_SHARE",
     "ON_CPU",
     "PAIR",
     "OneCore",
+    "Texts",
+    "continued",
     "cpu_only",
+    "equal",
     "equal_arithmetic",
     "like_torch",
     "mixed",
-    "with_head",
+    "options_for",
 ]

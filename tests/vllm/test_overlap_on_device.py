@@ -14,18 +14,26 @@ import pytest
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
 from tests.vllm.heads import METHODS
-from tests.vllm.one_core import ENVIRONMENT, EQUAL_ARITHMETIC, ON_CPU, PAIR, OneCore, mixed, with_head
+from tests.vllm.one_core import (
+    COUNT,
+    ENVIRONMENT,
+    LEAST_EQUAL,
+    ON_CPU,
+    OneCore,
+    Texts,
+    continued,
+    equal,
+    mixed,
+    options_for,
+)
 from tests.worker.drive import Between, everybody, finish_all, rotate
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(ON_CPU, reason="vLLM has no async scheduling on a CPU"),
 ]
-COUNT = 20
-LEAST_EQUAL = COUNT if EQUAL_ARITHMETIC else int(0.8 * COUNT)
 BLOCKS = 128
 """KV is set aside for a second round."""
-Texts = dict[str, list[int]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,8 +52,7 @@ def expected(environment: None) -> Texts:
 
 @pytest.fixture(scope="module", params=["draft_model", *METHODS])
 def overlapped(request: pytest.FixtureRequest, expected: Texts, head_of: Callable[[str], Path]) -> OneCore:
-    method = request.param
-    options = PAIR if method == "draft_model" else with_head(method, head_of(method))
+    options = options_for(request.param, head_of)
     return OneCore(replace(options, overlap="on"))
 
 
@@ -63,22 +70,17 @@ def test_overlapped_rounds_give_the_same_text(
 ) -> None:
     engine = overlapped.engine(slots=slots, blocks=BLOCKS)
     texts, _, reports = finish_all(engine, mixed(COUNT), between)
-    same = sum(texts[name] == expected[name] for name in expected)
+    same = equal(texts, expected)
     record_property("equal", same)
     record_property("drafted", sum(report.drafted for report in reports))
     record_property("accepted", sum(report.accepted for report in reports))
 
     assert engine.capacity.lag == 1
-    assert all(len(texts[name]) == len(expected[name]) for name in expected)
     assert same >= LEAST_EQUAL
     assert sum(report.accepted for report in reports) > 100
 
 
 def test_a_new_worker_goes_on_with_the_same_text(overlapped: OneCore, expected: Texts) -> None:
-    later = [
-        replace(one, committed_ids=tuple(expected[one.request_id][: 1 + 2 * at]))
-        for at, one in enumerate(mixed(COUNT))
-    ]
-    texts, *_ = finish_all(overlapped.engine(slots=COUNT, blocks=BLOCKS), later)
+    texts, *_ = finish_all(overlapped.engine(slots=COUNT, blocks=BLOCKS), continued(expected))
 
-    assert sum(texts[name] == expected[name] for name in expected) >= LEAST_EQUAL
+    assert equal(texts, expected) >= LEAST_EQUAL

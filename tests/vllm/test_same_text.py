@@ -19,14 +19,19 @@ from bench._vllm.workload import demo_workload
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS
 from tests.vllm.heads import METHODS
 from tests.vllm.one_core import (
+    COUNT,
     DRAFT_LEN,
     ENVIRONMENT,
     EQUAL_ARITHMETIC,
+    LEAST_EQUAL,
     ON_CPU,
     PAIR,
     OneCore,
+    Texts,
+    continued,
+    equal,
     mixed,
-    with_head,
+    options_for,
 )
 from tests.worker.cached import Replica, prompt_of
 from tests.worker.drive import Between, everybody, finish_all, rotate
@@ -36,16 +41,11 @@ from worker_svc.engine.vllm.loading import models_in_words
 from worker_svc.engine.vllm.parameters import Chooser
 
 pytestmark = pytest.mark.timeout(900)
-Texts = dict[str, list[int]]
-COUNT = 20
-LEAST_EQUAL = COUNT if EQUAL_ARITHMETIC else int(0.8 * COUNT)
-"""Without batch invariance a text may turn at a token whose two best scores are nearly equal."""
 
 
 @pytest.fixture(scope="module", params=["draft_model", *METHODS])
 def one_core(request: pytest.FixtureRequest, head_of: Callable[[str], Path]) -> Iterator[OneCore]:
-    method = request.param
-    options = PAIR if method == "draft_model" else with_head(method, head_of(method))
+    options = options_for(request.param, head_of)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -64,12 +64,6 @@ def about(record_property: Callable[[str, object], None], one_core: OneCore) -> 
     record_property("drafter", one_core.core.vllm_config.speculative_config.method)
     record_property("second_runner", one_core.core.vllm_config.use_v2_model_runner)
     record_property("equal_arithmetic", EQUAL_ARITHMETIC)
-
-
-def equal(found: Texts, expected: Texts) -> int:
-    assert found.keys() == expected.keys()
-    assert all(len(found[name]) == len(expected[name]) for name in expected)
-    return sum(found[name] == expected[name] for name in expected)
 
 
 def test_the_device_decides_the_runner_and_what_chooses(one_core: OneCore) -> None:
@@ -155,11 +149,7 @@ def test_the_order_of_requests_does_not_change_the_text(
 def test_a_new_worker_goes_on_with_the_same_text(
     one_core: OneCore, expected: Texts, record_property: Callable[[str, object], None]
 ) -> None:
-    later = [
-        replace(one, committed_ids=tuple(expected[one.request_id][: 1 + 2 * at]))
-        for at, one in enumerate(mixed(COUNT))
-    ]
-    texts, *_ = finish_all(one_core.engine(slots=COUNT), later)
+    texts, *_ = finish_all(one_core.engine(slots=COUNT), continued(expected))
     record_property("equal", equal(texts, expected))
 
     assert equal(texts, expected) >= LEAST_EQUAL
