@@ -211,6 +211,8 @@ class Decisions:
             blocks=asked["blocks"],
         )
         scheduler = server.scheduler
+        # Made before, so that the collector does not look at requests that a server would not have yet.
+        jobs = iter(burst(asked["warm"] * slots + asked["steps"] * slots + asked["waiting"], seed=1))
         # As vLLM does after its start: the collector is to look at what is made from here on.
         gc.collect()
         gc.freeze()
@@ -219,7 +221,6 @@ class Decisions:
             setattr(scheduler, name, _timed(getattr(scheduler, name), name, seconds))
         if ours:
             scheduler.one_worker = _Watched(scheduler.one_worker, ("choose", "report"), seconds)
-        jobs = iter(burst(asked["warm"] * slots + asked["steps"] * slots + asked["waiting"], seed=1))
         for step in range(asked["warm"] + asked["steps"]):
             if step == asked["warm"]:
                 seconds.update(dict.fromkeys(seconds, 0.0))
