@@ -105,6 +105,8 @@ class TestLearning:
         lengths = begin()
         for features, length in prompts(int(LEARNED_ENOUGH) + 5):
             predicted = lengths.predict(features, "class", "tenant")
+            assert lengths.outlived(features, "class", "tenant", length) == predicted
+            predicted = lengths.predict(features, "class", "tenant")
             assert lengths.learn(features, "class", "tenant", length, cut=False) == predicted
         assert predicted is not None
         predicted = lengths.predict(features, "class", "tenant")

@@ -10,7 +10,6 @@ those.
 from __future__ import annotations
 
 import math
-from functools import cache
 from statistics import NormalDist
 from typing import Final, final
 
@@ -41,11 +40,14 @@ LEAST_MASS: Final = 1e-9
 SPREAD_STEP: Final = math.log(1.05)
 """Spreads are rounded to steps of 5 %, so that tenants whose guesses are about as good share a computed
 distribution."""
+BINS_PER_SUM: Final = 8
+"""Bins from one sum that is kept of a distribution to the next; a sum between them is computed when it is needed. To
+keep the sum at each bin made a distribution twice as costly, and each is used twice in the mean."""
 _below: Final = NormalDist().inv_cdf
 
 
 def _step_of(spread: float) -> int:
-    return round(math.log(spread) / SPREAD_STEP)
+    return math.floor(math.log(spread) / SPREAD_STEP + 0.5)
 
 
 def rounded_spread(spread: float) -> float:
@@ -77,7 +79,7 @@ class GuessedLengths:
         """Return the tokens left of a request whose ln(length) was measured with an error of this spread."""
         step = _step_of(log_spread)
         normal = _normal(step)
-        cell = min(max(0, round(log_guess / normal.cell_width)), BINS * normal.cells_per_bin)
+        cell = min(max(0, math.floor(log_guess / normal.cell_width + 0.5)), BINS * normal.cells_per_bin)
         likely = self._likely.get((step, cell))
         if likely is None:
             if len(self._likely) >= MOST_CELLS:
@@ -108,18 +110,23 @@ class _Normal:
             self.shifted.append(chance_above(z - spread))
 
 
-@cache
+_normals: Final[dict[int, _Normal]] = {}
+
+
 def _normal(step: int) -> _Normal:
     """Return the distribution of this step of spreads; there are some 120 of them."""
-    return _Normal(math.exp(step * SPREAD_STEP))
+    found = _normals.get(step)
+    if found is None:
+        found = _normals[step] = _Normal(math.exp(step * SPREAD_STEP))
+    return found
 
 
 @final
 class _Likely:
     """ln(length) with the density of a histogram, flat in each bin, times a normal one around the guess.
 
-    `_tails` and `_moments` are, at each edge in reach, the share of all that is longer and share × length
-    over it, both but for one factor; between the edges of a bin they are exact.
+    Two sums give all that is asked for: at an edge the share of all that is longer, and share × length over it, both
+    but for one factor. Between the edges of a bin they are exact. Bins are counted from the longest one in reach.
     """
 
     def __init__(self, masses: list[float], cell: int, normal: _Normal) -> None:
@@ -133,24 +140,15 @@ class _Likely:
         # Bin i ends at edge i + 1, which is i · step cells above a length of 1.
         self._last = last = min(BINS - 1, (cell + reach) // step)
         first = max(0, -((reach - cell) // step) + 1)
-        above, shifted, at = normal.above, normal.shifted, self._end(0)
-        above_end, shifted_end = above[at], shifted[at]
+        self._bins = bins = last - first + 1
         # Lengths beyond the last bin are taken to be as likely as those in it.
-        mass = self._mass(0)
-        tail, moment = mass * above_end, mass * shifted_end
-        tails, moments = [tail], [moment]
-        for i in range(last, first - 1, -1):
-            at -= step
-            above_start, shifted_start = above[at], shifted[at]
-            mass = masses[i] + LEAST_MASS
-            tail += mass * (above_start - above_end)
-            moment += mass * (shifted_start - shifted_end)
-            tails.append(tail)
-            moments.append(moment)
-            above_end, shifted_end = above_start, shifted_start
-        self._tails = tails
-        """At the end of bin `_last - i`; the last one is the start of the first bin in reach."""
-        self._moments = moments
+        mass, end = self._mass(0), self._end(0)
+        tail, moment = mass * normal.above[end], mass * normal.shifted[end]
+        self._tails, self._moments = [tail], [moment]
+        for start in range(0, bins, BINS_PER_SUM):
+            tail, moment = self._with_bins(start, min(BINS_PER_SUM, bins - start), tail, moment)
+            self._tails.append(tail)
+            self._moments.append(moment)
 
     def left(self, emitted: int, most: int, basis: Basis) -> TokensLeft:
         """Return the tokens left; see `GuessedLengths.left`."""
@@ -178,22 +176,41 @@ class _Likely:
         normal = self._normal
         return (self._last - from_last) * normal.cells_per_bin - self._cell + normal.reach
 
+    def _with_bins(self, start: int, count: int, tail: float, moment: float) -> tuple[float, float]:
+        """Return the sums at the end of bin `start` with those of `count` bins from there on."""
+        normal, masses = self._normal, self._masses
+        above, shifted, step = normal.above, normal.shifted, normal.cells_per_bin
+        at, last = self._end(start), self._last - start
+        above_end, shifted_end = above[at], shifted[at]
+        for i in range(last, last - count, -1):
+            at -= step
+            above_start, shifted_start = above[at], shifted[at]
+            mass = masses[i] + LEAST_MASS
+            tail += mass * (above_start - above_end)
+            moment += mass * (shifted_start - shifted_end)
+            above_end, shifted_end = above_start, shifted_start
+        return tail, moment
+
     def _beyond(self, length: int) -> tuple[float, float]:
         """Return the share that is longer, and its moment."""
         if length == 0:
             return self._tails[-1], self._moments[-1]
         log_length = math.log(length)
         from_last = self._last - 1 - int(log_length / LOG_BIN)
-        if from_last >= len(self._tails) - 1:
+        if from_last >= self._bins:
             return self._tails[-1], self._moments[-1]
         if from_last < 0:
             from_last = 0
+        kept = from_last // BINS_PER_SUM
+        tail, moment = self._with_bins(
+            kept * BINS_PER_SUM, from_last % BINS_PER_SUM, self._tails[kept], self._moments[kept]
+        )
         normal = self._normal
         z = (log_length - self._centre) / normal.spread
         mass, end = self._mass(from_last), self._end(from_last)
         return (
-            self._tails[from_last] + mass * (chance_above(z) - normal.above[end]),
-            self._moments[from_last] + mass * (chance_above(z - normal.spread) - normal.shifted[end]),
+            tail + mass * (chance_above(z) - normal.above[end]),
+            moment + mass * (chance_above(z - normal.spread) - normal.shifted[end]),
         )
 
     def _length_at(self, share: float) -> float:
@@ -206,9 +223,16 @@ class _Likely:
                 low = middle + 1
             else:
                 high = middle
-        from_last = low - 1 if low > 0 else 0
+        kept = low - 1 if low > 0 else 0
+        from_last, tail = kept * BINS_PER_SUM, tails[kept]
+        # The bin in which the share is reached.
+        for at in range(from_last, min(low * BINS_PER_SUM, self._bins) - 1):
+            with_bin, _ = self._with_bins(at, 1, tail, 0.0)
+            if with_bin >= share:
+                break
+            from_last, tail = at + 1, with_bin
         mass, end = self._mass(from_last), self._end(from_last)
-        above = normal.above[end] + (share - tails[from_last]) / mass
+        above = normal.above[end] + (share - tail) / mass
         if not 0.0 < above < 1.0:
             return EDGES[self._last - from_last + 1]
         return math.exp(self._centre - normal.spread * _below(above))

@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
-from laps_sd.contract.length_features import FEATURES, unpacked
+from laps_sd.contract.length_features import FEATURES
 from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN, chance_above
 
 WEIGHT_VARIANCE: Final = 1.0
@@ -129,7 +129,7 @@ class PromptLengths:
         and while too little is known."""
         if not features or (self.learned < LEARNED_ENOUGH and not self._start):
             return None
-        return self._predicted(self._sums(unpacked(features), workload_class, tenant))
+        return self._predicted(self._sums(features, workload_class, tenant))
 
     def _predicted(self, sums: _Sums) -> float:
         return math.exp(min(max(0.0, self._mean(sums)), LONGEST_LOG))
@@ -142,8 +142,7 @@ class PromptLengths:
         """
         if not features:
             return None
-        ids = unpacked(features)
-        sums = self._sums(ids, workload_class, tenant)
+        sums = self._sums(features, workload_class, tenant)
         before = self._predicted(sums) if self._start or self.learned >= LEARNED_ENOUGH else None
         log_length = math.log(length)
         if cut:
@@ -156,25 +155,28 @@ class PromptLengths:
         fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
         self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
         self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
-        self._move(ids, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
+        self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
         self.learned += 1
         return before
 
-    def outlived(self, features: bytes, workload_class: str, tenant: str, tokens: int) -> None:
-        """Learn from a request that runs on after `tokens` output tokens (1 or more)."""
+    def outlived(self, features: bytes, workload_class: str, tenant: str, tokens: int) -> float | None:
+        """Learn from a request that runs on after `tokens` output tokens (1 or more). Return what `predict` would
+        have returned for it before.
+        """
         if not features:
-            return
-        ids = unpacked(features)
-        sums = self._sums(ids, workload_class, tenant)
+            return None
+        sums = self._sums(features, workload_class, tenant)
+        before = self._predicted(sums) if self._start or self.learned >= LEARNED_ENOUGH else None
         log_tokens = math.log(tokens)
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
         if weight >= LEAST_WEIGHT:
             errors = _limited(fresh_error), _limited(warm_error)
-            self._move(ids, sums, *errors, weight, workload_class, tenant, ended=False)
+            self._move(features, sums, *errors, weight, workload_class, tenant, ended=False)
+        return before
 
     def _move(
         self,
-        ids: tuple[int, ...],
+        features: bytes,
         sums: _Sums,
         fresh_error: float,
         warm_error: float,
@@ -186,7 +188,7 @@ class PromptLengths:
     ) -> None:
         """Move everything that the sums were made of towards the observed length. Variances change with a request
         that has `ended` only: the end of the others will be observed too."""
-        variances, fresh, warm = self._variances, self._fresh, self._warm
+        variances, fresh, warm, size = self._variances, self._fresh, self._warm, len(features)
         scale, start = sums.scale, sums.start
         locations = [
             self._everyone,
@@ -194,7 +196,8 @@ class PromptLengths:
             _newest(self._tenants, tenant, MOST_TENANTS),
         ]
         total = ERROR_VARIANCE / weight
-        for i in ids:
+        for at in range(0, size, 2):
+            i = features[at] | features[at + 1] << 8
             total += variances[i] * scale * scale
         for location in locations:
             total += location.variance
@@ -213,30 +216,37 @@ class PromptLengths:
         # Not in place: compiled, that would be an addition of two objects.
         if self._start:
             warm_gain *= scale
-            for i in ids:
+            for at in range(0, size, 2):
+                i = features[at] | features[at + 1] << 8
                 warm[i] = warm[i] + variances[i] * warm_gain
         fresh_gain *= scale
-        shrinks = scale * scale / total if ended else 0.0
-        for i in ids:
+        shrinks = scale * scale / total
+        for at in range(0, size, 2):
+            i = features[at] | features[at + 1] << 8
             variance = variances[i]
             fresh[i] = fresh[i] + variance * fresh_gain
-            variance -= variance * variance * shrinks
-            variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
+            if ended:
+                variance -= variance * variance * shrinks
+                variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
 
-    def _sums(self, ids: tuple[int, ...], workload_class: str, tenant: str) -> _Sums:
+    def _sums(self, features: bytes, workload_class: str, tenant: str) -> _Sums:
         of_class = self._classes.get(workload_class, _NOWHERE)
         of_tenant = self._tenants.get(tenant, _NOWHERE)
         everyone = self._everyone
-        scale = 1 / math.sqrt(len(ids) + 1)
+        size = len(features)
+        scale = 1 / math.sqrt(size // 2 + 1)
         fresh_weights, warm_weights, start_weights = self._fresh, self._warm, self._start
         fresh = warm = start = 0.0
-        for i in ids:
-            fresh += fresh_weights[i]
+        # Features are read where they are packed: compiled, a tuple of them takes most of the time.
         if start_weights:
-            for i in ids:
+            for at in range(0, size, 2):
+                i = features[at] | features[at + 1] << 8
+                fresh += fresh_weights[i]
                 warm += warm_weights[i]
                 start += start_weights[i]
         else:
+            for at in range(0, size, 2):
+                fresh += fresh_weights[features[at] | features[at + 1] << 8]
             warm = fresh
         start *= scale
         return _Sums(

@@ -114,11 +114,10 @@ class Learner:
         prompts, guesses = self._priors.prompts, request.guesses
         if prompts.learned >= OUTLIVED_UNTIL:
             return
-        of_words = facts.length_features, facts.workload_class, facts.tenant
+        predicted = prompts.outlived(facts.length_features, facts.workload_class, facts.tenant, emitted)
         if guesses.predicted_again_at < math.inf:
-            guesses.prompt = prompts.predict(*of_words)
+            guesses.prompt = predicted
             guesses.predicted_again_at = math.inf
-        prompts.outlived(*of_words, emitted)
 
     def learn_end(self, end: End, request: Request) -> None:
         """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""
