@@ -1,10 +1,7 @@
 """Requests and their clients: submissions, attachments, cancels, grace periods, deadlines, ends.
 
-One file for now: all of it changes one table, and the change of the loop that replaces it takes it as a
-whole.
-
-This module holds the table of the requests that this leader leads. A request enters it when the record has
-it, and leaves it with its one end.
+All of it changes one table, the requests that this leader leads. A request enters it when the record has it,
+and leaves it with its one end.
 """
 
 from __future__ import annotations
