@@ -10,11 +10,11 @@ token ids of prompts; without any hint also with that switched off.
     engine steps, so that no clock of a busy machine is in them. The engine runs each set of requests once, and
     the modes replay on vLLM's scheduler what each request emitted; the first burst runs in the engine for every
     mode, as a check.
-  * speed: tokens per CPU second of the engine while at least a full batch waits; with `--compiled DIR` with the
-    compiled core.
+  * speed: tokens per CPU second of the engine while at least a full batch waits.
   * cost: CPU time of the core and `choose` in a step of 64 requests while 1,000 wait, on vLLM's scheduler with a
     virtual runner; interpreted, and with `--compiled DIR` compiled.
-  * clock: one OpenAI server of vLLM for each mode, the same requests in turn.
+  * clock: one OpenAI server of vLLM for each mode, the same requests in turn. Speed, clock and shape are with the
+    compiled core if there is one (`--compiled DIR`).
   * shape (only if named): on the clock, a model of a real shape with weights at random (`--shape`, Llama 3 8B) in
     vLLM's engine core, without drafts; bursts and Poisson arrivals, with and without async scheduling. Lengths are
     recorded (`--lengths`) or drawn, and no scheduler can see them. It is for GPUs.
@@ -110,6 +110,7 @@ def _measured(
     options: Any, setup: dict[str, Any], folder: Path, described: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all parts."""
+    tree = (options.compiled or ROOT).resolve()
     for part in BY_NAME:
         if part in options.parts:
             yield from _on_shape(part, options, folder, described)
@@ -120,7 +121,7 @@ def _measured(
             in_steps.learn(peer, options.counts, seeds, folder)
             yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
     if "speed" in options.parts:
-        with _driver(options.vllm, setup, folder, "speed", (options.compiled or ROOT).resolve()) as peer:
+        with _driver(options.vllm, setup, folder, "speed", tree) as peer:
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
             yield from decisions.speeds(peer, options.turns, folder)
     with ExitStack() as stack:
@@ -138,13 +139,13 @@ def _measured(
             peers = {}
             for mode, sampling in workers.SAMPLING.items():
                 more = {"kind": "worker", "sampling": sampling}
-                peers[mode] = stack.enter_context(_driver(options.vllm, setup | more, folder, sampling, ROOT))
+                peers[mode] = stack.enter_context(_driver(options.vllm, setup | more, folder, sampling, tree))
                 described |= {"vllm": peers[mode].ready(), "pair_on": peers[mode].ask({"task": "about"})}
             yield from workers.workers(peers, options.turns)
     with ExitStack() as stack:
         if "clock" in options.parts:
             servers = [
-                stack.enter_context(on_clock.Server(options.vllm, mode, setup, ROOT, folder))
+                stack.enter_context(on_clock.Server(options.vllm, mode, setup, tree, folder))
                 for mode in CLOCK
             ]
             seeds = range(101, 101 + options.clock_seeds)
@@ -175,7 +176,8 @@ def _on_shape(part: str, options: Any, folder: Path, described: dict[str, Any]) 
         "kv_tokens": COMPUTED_KV_TOKENS,
         "threads": 1,
     }
-    with _driver(options.vllm, setup, folder, part, (options.compiled or ROOT).resolve()) as peer:
+    tree = (options.compiled or ROOT).resolve()
+    with _driver(options.vllm, setup, folder, part, tree) as peer:
         version = peer.ready()
         ready_s, on = time.monotonic() - began_s, peer.ask({"task": "about"})
         described |= {
