@@ -2,7 +2,8 @@
 
 Each number of workers is a run with a new scheduler and a new record. The workers (`synthetic_worker.py`)
 report a round of `slots` requests every `round_s` seconds on a fixed schedule. A client on the gateway link
-keeps twice as many requests unfinished as the workers have slots, which fills their lists, and a backlog.
+keeps twice as many requests unfinished as the workers have slots, which fills their lists, and a backlog. Its
+requests bring the words of prompts, as a gateway sends them, and the scheduler predicts lengths from these.
 
 * Reports per second: by the workers' schedule (asked), and processed by the scheduler (carried).
 * Latency: from the moment when a worker hands a report to its stream until the client has read the delivery
@@ -36,6 +37,7 @@ import redis as redis_client
 
 from bench._control.client import Client
 from bench._control.latency import Arrivals, Latencies, Sample, join
+from bench._control.lengths import WORDS
 from bench._control.scheduler import Reading, read_scheduler
 from bench._control.synthetic_worker import Counters, Fleet, worker_process
 from bench.report import progress
@@ -134,7 +136,12 @@ async def watch(
     from laps_sd.v1.gateway_link_pb2_grpc import GatewayLinkStub
 
     arrivals = Arrivals()
-    client = Client(shard, max_tokens=LONGEST * options.output_tokens, arrivals=arrivals)
+    client = Client(
+        shard,
+        max_tokens=LONGEST * options.output_tokens,
+        output_tokens=options.output_tokens,
+        arrivals=arrivals,
+    )
     fleets: Fleets | None = None
 
     async def pause(seconds: float) -> None:
@@ -204,6 +211,7 @@ def row(
         "round_s": options.round_s,
         "round_spread": options.round_spread,
         "output_tokens": options.output_tokens,
+        "prompt_words": WORDS,
         "seconds": seconds,
         "asked_per_s": asked_per_s,
         "sent_per_s": done.reports / seconds,

@@ -11,6 +11,7 @@ from operator import add
 from typing import Any
 
 from bench._control.latency import Arrivals
+from bench._control.lengths import prompt_features
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 
 HEARTBEAT_S = 1.0
@@ -19,15 +20,19 @@ HEARTBEAT_S = 1.0
 class Client:
     """Gateway link that keeps a constant number of requests unfinished, and receives the tokens.
 
-    `max_tokens` is the limit of each request; `arrivals`, if given, notes when tokens arrive.
+    `max_tokens` is the limit of each request, `output_tokens` the median of their lengths, of which the prompts show
+    something; `arrivals`, if given, notes when tokens arrive.
     """
 
-    def __init__(self, shard: str, *, max_tokens: int, arrivals: Arrivals | None = None) -> None:
+    def __init__(
+        self, shard: str, *, max_tokens: int, output_tokens: int, arrivals: Arrivals | None = None
+    ) -> None:
         self.unfinished = 0
         self.wanted = 0
         self.accepted = 0
         self._shard = shard
         self._max_tokens = max_tokens
+        self._output_tokens = output_tokens
         self._arrivals = arrivals
         self._number = 0
         self._rng = random.Random(1)
@@ -83,6 +88,7 @@ class Client:
             specification=specification,
             attachment_id=request_id,
             model="laps-sd-demo",
+            length_features=prompt_features(request_id, self._output_tokens),
         )
 
     async def listen(self, call: Any) -> None:

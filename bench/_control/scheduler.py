@@ -100,7 +100,7 @@ async def watch(
         while client.accepted < count:
             await pause(0.1)
 
-    client = Client(shard, max_tokens=MAX_TOKENS)
+    client = Client(shard, max_tokens=MAX_TOKENS, output_tokens=MEDIAN_TOKENS)
     async with grpc.aio.insecure_channel(address) as channel:
         listening = asyncio.create_task(client.listen(GatewayLinkStub(channel).Connect(client.messages())))
         listed = options.fake_workers * options.slots * 2

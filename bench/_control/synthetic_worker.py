@@ -32,6 +32,7 @@ import grpc.aio
 import uvloop
 
 from bench._control.latency import Sample, is_sampled
+from bench._control.lengths import output_length
 from laps_sd.contract.acceptance import by_position
 from laps_sd.service import wire
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS, until_first_ends
@@ -52,8 +53,6 @@ DRAFTED = 3
 """Draft tokens of a request in a round."""
 ACCEPTANCE = (5.8, 2.2)
 """Beta distribution of the requests' chances that a draft token is accepted: 2.7 tokens a round."""
-LENGTH_SIGMA = 0.8
-"""Spread of ln(output tokens)."""
 SCRIPTS = 64
 SCRIPTED_ROUNDS = 128
 PREFILL_SHARE_OF_ROUND = 0.001
@@ -315,7 +314,7 @@ class SyntheticWorker:
         rng = random.Random(
             request_id
         )  # a request that moves to another worker ends where it would have here
-        length = round(rng.lognormvariate(math.log(self._fleet.output_tokens), LENGTH_SIGMA))
+        length = output_length(rng, self._fleet.output_tokens)
         emitted = len(specification.committed_ids)
         self._held[request_id] = Held(
             request_id=request_id,

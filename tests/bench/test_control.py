@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench._control.lengths import output_length, prompt_features
 from bench._control.options import GOAL_BYTES, GOAL_MS, verdict
 from bench._shard import VirtualShard
+from laps_sd.contract.length_features import problem_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +56,18 @@ def test_a_goal_that_nothing_could_meet_is_missed_by_exit_code():
 
     assert done.returncode == 1
     assert "GOAL MISSED" in done.stdout
+
+
+def test_prompts_of_the_synthetic_requests_show_something_of_their_lengths():
+    ids = [f"main.{number:026d}" for number in range(300)]
+    prompts = [prompt_features(request_id, 250) for request_id in ids]
+    lengths = [output_length(random.Random(request_id), 250) for request_id in ids]
+
+    assert not any(map(problem_of, prompts))
+    shown = statistics.correlation(
+        [prompt[-1] for prompt in prompts], [math.log(length) for length in lengths]
+    )
+    assert 0.8 < shown < 0.9
 
 
 GOOD = {"median_ms": GOAL_MS, "ratio_shortest": 1.0, "memory_per_queued_bytes": 1000.0, "queued": 10}
