@@ -59,7 +59,9 @@ class OneWorker:
         self.core = core
         self.facts = facts
         self.ran: frozenset[str] = frozenset()
-        """Requests of the newest choice."""
+        """Requests of the newest choice, or those that the engine runs in their place."""
+        self._ran_before: frozenset[str] = frozenset()
+        """Those of the choice before."""
         self.paused = 0
         """Requests paused so far: in one choice, unfinished, and not in the next."""
         self.judged: list[Judged] = []
@@ -70,6 +72,8 @@ class OneWorker:
         self._report_steps = max(1, min(MOST_REPORT_STEPS, facts.slots // ROWS_PER_STEP))
         self._events: list[Event] = [WorkerUp(facts, ())]
         self._entries: tuple[AssignEntry, ...] = ()
+        self._reserved: set[str] = set()
+        """Those of the entries for which a place is set aside."""
         self._epochs: dict[str, int] = {}
         self._unfinished: set[str] = set()
         self._unreported = MergedSteps()
@@ -96,7 +100,8 @@ class OneWorker:
         self._unfinished.add(facts.request_id)
 
     def ended(self, request_id: str, end: End) -> None:
-        """Take in an end that no step brought: a cancellation, a stop string."""
+        """Take in an end that no step brought: a cancellation, a stop string. The core learns from an end of the request's
+        own."""
         self._report()
         self._events.append(EndRequested(request_id, end, ""))
         self._epochs.pop(request_id, None)
@@ -133,6 +138,7 @@ class OneWorker:
         for command in self.core.step(now_s, events):
             if isinstance(command, Assign):
                 self._entries = command.entries
+                self._reserved = {entry.request_id for entry in command.entries if entry.reserved}
                 self._plentiful = False
                 for entry in command.entries:
                     self._epochs[entry.request_id] = entry.lease_epoch
@@ -182,7 +188,7 @@ class OneWorker:
         self._latched, self._clock = choice.kv_latched, choice.reserve_clock
         run = frozenset(choice.run)
         self.paused += sum([state(name) is not None for name in self.ran - run])
-        self.ran = run
+        self._ran_before, self.ran = self.ran, run
         if not self._unread_steps:
             self._plentiful = self._kv_is_plentiful(candidates, choice)
         return choice
@@ -200,6 +206,16 @@ class OneWorker:
             spare -= max(0, -(-(one.tokens - 1 + growth) // size) - one.target_blocks)
         # One step may be on the device already, with blocks that the newest report does not count.
         return spare >= (self._report_steps + 1) * self.facts.slots * self._blocks_per_step
+
+    def ran_instead(self, run: Sequence[str]) -> None:
+        """Take in that the engine runs these requests, and not those of the newest choice: some cannot run together."""
+        now = frozenset(run)
+        self.paused += len(self._ran_before & (self.ran - now)) - len(self._ran_before & (now - self.ran))
+        self.ran = now
+
+    def is_reserved(self, request_id: str) -> bool:
+        """Return whether the core has set a place aside for the request."""
+        return request_id in self._reserved
 
     def ranked(self, state: Callable[[str], RequestNow | None]) -> list[str]:
         """Return the requests of the newest assignment that can run, best first."""

@@ -2,8 +2,8 @@
 
 Nothing of vLLM's `schedule` is copied. Before it runs, requests that pause are taken out of `running`, and of
 the waiting ones it sees only those that `select` named; afterwards they are put back. This uses five names of
-vLLM's scheduler (`running`, `waiting`, `schedule`, `_preempt_request`, `update_from_output`), counters of
-`Request` and of the block pool, and the limits of a step; `laps_vllm.versions` checks them at start.
+vLLM's scheduler (`running`, `waiting`, `schedule`, `_preempt_request`, `update_from_output`), its queue of requests that
+wait with KV (`kv_holding_waiting`: loaded by a connector, or further input of a session), counters of `Request` and of the block pool, and the limits of a step; `laps_vllm.versions` checks them at start.
 
 vLLM itself may leave a running request out of a step: it only iterates `running`, and blocks are freed only
 by a preemption and at the end. `max_num_seqs` bounds the resident requests (running and paused), and
@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-__all__ = ["Pausing", "Row", "Window", "schedules_ahead"]
+__all__ = ["RUNNING", "Pausing", "Row", "Window", "schedules_ahead"]
 
+RUNNING = RequestStatus.RUNNING
+"""Looked up once: Python 3.11 calls a function for each member of an enum, which counts for each request of each step."""
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -121,7 +123,8 @@ class Pausing:
     max_num_running_reqs: int
     num_lookahead_tokens: int
     num_spec_tokens: int
-    num_waiting_for_streaming_input: int
+    kv_holding_waiting: Any
+    finished_recving_kv_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,8 +139,15 @@ class Pausing:
         raise NotImplementedError
 
     def others(self) -> Iterable[Request]:
-        """Return waiting requests that may take the places of selected ones that are not ready, best first."""
+        """Return requests that may take the places of selected ones that cannot run now, best first."""
         return ()
+
+    def is_reserved(self, request: Request) -> bool:
+        """Return whether a selected request has its place whatever its rank."""
+        return False
+
+    def ran_instead(self, run: Sequence[Request]) -> None:
+        """Take in that these requests run in place of the selected ones."""
 
     def rank_key(self, request: Request) -> Any:
         """Return the sort key for keeping KV: the largest loses its KV first."""
@@ -159,7 +169,7 @@ class Pausing:
         if paused:
             for request in paused:
                 self._forget_placeholders(request)
-            paused = self._make_room(chosen, paused, len(self.running) + len(admitted))
+            paused = self._make_room(chosen, paused, admitted)
         self.waiting.show(admitted)
         self.running = run
         try:
@@ -178,7 +188,7 @@ class Pausing:
         rows = []
         for request_id, computed in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
-            if request is None or request.is_finished():
+            if request is None or (request.status is not RUNNING and request.is_finished()):
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
             padding = len(drafts) if request_id in first else 0
@@ -254,20 +264,34 @@ class Pausing:
 
     def _within_adapters(self, chosen: list[Request]) -> list[Request]:
         """Leave out requests whose LoRA adapter does not fit the step: vLLM checks this only when it admits
-        a request, and asserts it afterwards.
+        a request, and asserts it afterwards. Others with an adapter that fits take their places.
         """
         if not self.lora_config:
             return chosen
         loaded: set[int] = set()
-        fits = []
-        for request in chosen:
+
+        def fits(request: Request) -> bool:
             adapter = request.lora_request.lora_int_id if request.lora_request else 0
             if adapter and adapter not in loaded:
                 if len(loaded) == self.lora_config.max_loras:
-                    continue
+                    return False
                 loaded.add(adapter)
-            fits.append(request)
-        return fits
+            return True
+
+        # A reserved request has the worst rank, and would never have its adapter.
+        by_claim = sorted(chosen, key=lambda request: not self.is_reserved(request))
+        kept = {request.request_id for request in by_claim if fits(request)}
+        if len(kept) == len(chosen):
+            return chosen
+        run = [request for request in chosen if request.request_id in kept]
+        named = {request.request_id for request in chosen}
+        for request in self.others():
+            if len(run) == len(chosen):
+                break
+            if request.request_id not in named and fits(request):
+                run.append(request)
+        self.ran_instead(run)
+        return run
 
     def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
         """Return the waiting ones of `chosen`, and one more for each that is not ready yet: its grammar
@@ -286,13 +310,17 @@ class Pausing:
                     not_ready -= 1
         return admitted
 
-    def _make_room(self, chosen: Sequence[Request], paused: list[Request], residents: int) -> list[Request]:
+    def _make_room(
+        self, chosen: Sequence[Request], paused: list[Request], admitted: Sequence[Request]
+    ) -> list[Request]:
         """Evict paused requests, worst first, until the step has the blocks and the places in the model
         runner that it needs; return those that stay.
 
         Otherwise vLLM preempts the worst request of the step itself.
         """
-        most = self.max_num_running_reqs - self.num_waiting_for_streaming_input
+        # Those that wait with KV may join any step that has a place, and a session keeps its place in the model runner.
+        residents = len(self.running) + len(admitted) + len(self.kv_holding_waiting)
+        most = self.max_num_running_reqs
         if residents <= most and self.surely_fits(chosen):
             return paused
         paused = sorted(paused, key=self.rank_key)

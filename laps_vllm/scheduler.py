@@ -30,7 +30,7 @@ from laps_vllm.learnt_file import LearntFile, new_priors
 from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
-from laps_vllm.pausing import Pausing, Row, schedules_ahead
+from laps_vllm.pausing import RUNNING, Pausing, Row, schedules_ahead
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import check_names, check_version
 from scheduler_svc.core import COMPILED
@@ -46,8 +46,12 @@ logger = init_logger("vllm.laps_sd")
 ENDS = {
     RequestStatus.FINISHED_STOPPED: End.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: End.LENGTH,
+    RequestStatus.FINISHED_REPETITION: End.STOP,
     RequestStatus.FINISHED_ABORTED: End.CANCELLED,
 }
+COMPILES = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
+READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 OBSERVE_S = 1.0
 """Time between two looks at the queue for the metrics."""
 IDLE_KEEP_S = 1.0
@@ -77,16 +81,18 @@ class Laps(Pausing):
         self._keep_s = settings.learnt_save_s
         core_settings = CoreSettings(reserved_share=settings.reserved_share)
         core = Core(policy_named(settings.policy, core_settings), core_settings, priors)
+        growth = 1 + self.num_spec_tokens + self.num_lookahead_tokens
         facts = WorkerFacts(
             worker_id=f"vllm-{rank}",
             slots=self.max_num_active_reqs,
-            target_blocks=self.pool_blocks,
+            # vLLM has checked that its pool holds the longest context. Counted by group of layers it can look smaller,
+            # and the core lists no request that fits no worker.
+            target_blocks=max(self.pool_blocks, -(-(self.max_model_len + growth) // self.block_size)),
             draft_blocks=0,
             block_size=self.block_size,
             max_length=self.max_model_len,
             max_draft_len=self.num_spec_tokens,
         )
-        growth = 1 + self.num_spec_tokens + self.num_lookahead_tokens
         self.one_worker = OneWorker(core, facts, growth_tokens=growth)
         self._publisher = Publisher(rank, each_time=self._save)
         self._sequence = 0
@@ -134,6 +140,8 @@ class Laps(Pausing):
         for name in hints.invalid:
             metrics.ignored_hints.labels(metrics.engine, name).inc()
         self._sequence += 1
+        # vLLM ends a request at the model's longest context, whatever its limit.
+        max_tokens = max(1, min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))
         self.one_worker.arrived(
             RequestFacts(
                 request_id=request.request_id,
@@ -142,8 +150,8 @@ class Laps(Pausing):
                 tenant="",
                 priority=-request.priority,  # vLLM serves the smaller one first
                 workload_class=hints.workload_class,
-                prompt_tokens=request.num_prompt_tokens,
-                max_tokens=request.max_tokens,
+                prompt_tokens=min(request.num_prompt_tokens, self.max_model_len - max_tokens),
+                max_tokens=max_tokens,
                 expected_output_tokens=hints.expected_output_tokens,
                 length_features=self._length_features(request),
             )
@@ -159,7 +167,7 @@ class Laps(Pausing):
         gone = super().finish_requests(request_ids, finished_status)
         for request in gone:
             self._known.pop(request.request_id, None)
-            self.one_worker.ended(request.request_id, ENDS.get(finished_status, End.ERROR))
+            self.one_worker.ended(request.request_id, _end_of(request, finished_status))
         return gone
 
     # Steps.
@@ -173,7 +181,7 @@ class Laps(Pausing):
         choice = self.one_worker.choose(self.clock(), self._now)
         for name in choice.evict:
             request = self.requests[name]
-            if request.status == RequestStatus.RUNNING:
+            if request.status is RUNNING:
                 self.evict(request)
         self._publisher.metrics.decision_s.observe(time.perf_counter() - began_s)
         self._decided_s = self.clock()
@@ -182,6 +190,14 @@ class Laps(Pausing):
     def others(self) -> Iterable[Request]:
         """Return the requests of the assignment, best first; see `Pausing`."""
         return (self.requests[name] for name in self.one_worker.ranked(self._now))
+
+    def is_reserved(self, request: Request) -> bool:
+        """Return whether the request is one of the oldest, which have places of their own."""
+        return self.one_worker.is_reserved(request.request_id)
+
+    def ran_instead(self, run: Sequence[Request]) -> None:
+        """Take in that these requests run in place of the selected ones."""
+        self.one_worker.ran_instead([request.request_id for request in run])
 
     def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
         """Return the waiting requests that join the step. Few of them wait for more to join a full step with
@@ -209,8 +225,7 @@ class Laps(Pausing):
         if request is None:
             return None
         status, tokens, computed = request.status, request.num_tokens, request.num_computed_tokens
-        if status is not RequestStatus.RUNNING and request_id not in self.waiting.all:
-            # It ended, or waits for KV or input from elsewhere, and vLLM brings it back by itself.
+        if status is not RUNNING and not self._can_join(request):
             return None
         known = self._known.get(request_id)
         if known is not None and known[0] is status and known[1] == tokens and known[2] == computed:
@@ -218,6 +233,17 @@ class Laps(Pausing):
         now = RequestNow(tokens, self.held_blocks(request))
         self._known[request_id] = (status, tokens, computed, now)
         return now
+
+    def _can_join(self, request: Request) -> bool:
+        """Return whether a request that is not in `running` can take a place of the next step: it waits, or its KV has
+        arrived, and vLLM puts it in by itself where a place is free."""
+        status = request.status
+        if request.request_id in self.waiting.all:
+            if status is not COMPILES:
+                return True
+            wanted = request.structured_output_request
+            return wanted is None or wanted.grammar is not None  # vLLM ends one whose grammar is wrong
+        return status in READY or (status is LOADS and request.request_id in self.finished_recving_kv_req_ids)
 
     def observe(self, rows: list[Row], scheduler_output: Any) -> None:
         """Report a step that is over to the core."""
@@ -250,9 +276,12 @@ class Laps(Pausing):
             metrics.estimate_error.labels(*labels).observe(judged.ratio)
             metrics.estimates_covered.labels(*labels).inc(judged.covered)
         worker.judged.clear()
-        metrics.pauses.inc(worker.paused - self._seen_pauses)
-        metrics.evictions.inc(self.evictions - self._seen_evictions)
-        self._seen_pauses, self._seen_evictions = worker.paused, self.evictions
+        if worker.paused > self._seen_pauses:
+            metrics.pauses.inc(worker.paused - self._seen_pauses)
+            self._seen_pauses = worker.paused
+        if self.evictions > self._seen_evictions:
+            metrics.evictions.inc(self.evictions - self._seen_evictions)
+            self._seen_evictions = self.evictions
         if now_s - self._observed_s >= OBSERVE_S or not self.requests:
             self._observed_s = now_s
             for level, depth in enumerate(worker.core.depth_by_level()):
@@ -283,17 +312,31 @@ class Laps(Pausing):
 
 def _step(row: Row) -> Step:
     """Return a row as a step, with its tokens cut as vLLM cut them at an end."""
-    request = row.request
-    tokens = min(len(row.sampled), request.num_output_tokens - row.position)
+    request, computed, drafted, sampled, position = row
+    status = request.status
     return Step(
-        request_id=request.request_id,
-        position=row.position,
-        tokens=tokens,
-        drafted=row.drafted,
-        accepted=row.accepted,
-        prefilled=max(0, row.computed - row.drafted - 1) if row.sampled else row.computed,
-        end=ENDS.get(request.status, End.ERROR) if request.is_finished() else None,
+        request.request_id,
+        position,
+        min(len(sampled), request.num_output_tokens - position),
+        drafted,
+        row.accepted if drafted else 0,
+        max(0, computed - drafted - 1) if sampled else computed,
+        ENDS.get(status, End.ERROR) if status is not RUNNING and request.is_finished() else None,
     )
+
+
+def _end_of(request: Request, status: RequestStatus) -> End:
+    """Return the end of a request that the API server ended. It searches the text for stop strings, and aborts the request at
+    one: an abort of a request that has stop strings and output counts as that, though now and then a client left."""
+    params = request.sampling_params
+    if (
+        status is RequestStatus.FINISHED_ABORTED
+        and params is not None
+        and params.stop
+        and request.num_output_tokens
+    ):
+        return End.STOP_SEQUENCE
+    return ENDS.get(status, End.ERROR)
 
 
 class LapsSyncScheduler(Laps, Scheduler):

@@ -66,7 +66,8 @@ _SCHEDULER_ATTRIBUTES = (
     "max_num_active_reqs",
     "num_lookahead_tokens",
     "num_spec_tokens",
-    "num_waiting_for_streaming_input",
+    "kv_holding_waiting",
+    "finished_recving_kv_req_ids",
     "lora_config",
     "vllm_config",
 )

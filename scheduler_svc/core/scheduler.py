@@ -32,7 +32,7 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.handlers.deaths import Deaths
-from scheduler_svc.core.handlers.learning import Learner
+from scheduler_svc.core.handlers.learning import OWN_ENDS, Learner
 from scheduler_svc.core.handlers.requests import Requests
 from scheduler_svc.core.handlers.rounds import Rounds
 from scheduler_svc.core.handlers.workers import Workers
@@ -72,8 +72,8 @@ class Scheduler:
         self._deaths = Deaths(self._shard)
         self._requests = Requests(self._shard, self._ranker)
         self._workers = Workers(self._shard, self._requests, self._deaths)
-        learner = Learner(priors, self.estimate_errors, self._shard)
-        self._rounds = Rounds(self._shard, self._ranker, self._requests, learner, self._deaths)
+        self._learner = Learner(priors, self.estimate_errors, self._shard)
+        self._rounds = Rounds(self._shard, self._ranker, self._requests, self._learner, self._deaths)
 
     def step(self, now_s: float, events: Iterable[Event]) -> list[Command]:
         """Apply the events since the last step; return the commands that follow, in the order of the
@@ -107,6 +107,9 @@ class Scheduler:
             case RoundReported():
                 self._rounds.reported(event, ledger)
             case EndRequested(request_id, end, detail):
+                request = self._shard.requests.get(request_id)
+                if request is not None and end in OWN_ENDS:
+                    self._learner.learn_end(end, request)
                 self._requests.end(request_id, end, detail, ledger)
             case WorkerUp():
                 self._workers.up(event, ledger)

@@ -24,7 +24,7 @@ from vllm.v1.utils import ConstantList
 from laps_sd.contract.length_features import features_of_tokens, packed
 from laps_vllm.scheduler import LapsAsyncScheduler, LapsScheduler, LapsSyncScheduler
 from scheduler_svc.core.events import RequestFacts
-from tests.vllm.virtual import Job, Server, burst, run
+from tests.vllm.virtual import BLOCK, MODEL_LENGTH, Job, Server, burst, run
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -118,35 +118,170 @@ def test_the_policy_fcfs_serves_in_the_order_of_arrival(monkeypatch: pytest.Monk
     assert sorted(names, key=lambda name: server.ended[name]) == names
 
 
-def test_a_step_has_no_more_adapters_than_vllm_can_load() -> None:
-    """vLLM asserts this for running requests, and checks it only when it admits one."""
-    server = laps(slots=4, residents=16)
-    server.scheduler.lora_config = SimpleNamespace(max_loras=1)
-    for at in range(8):
-        name = server.add(Job(0, 16, 30 + 5 * at))
+class TestAdapters:
+    """A step loads `--max-loras` LoRA adapters; vLLM checks that only when it admits a request."""
+
+    def server(self, **options: Any) -> Server:
+        server = laps(**options)
+        server.scheduler.lora_config = SimpleNamespace(max_loras=1)
+        return server
+
+    def add(self, server: Server, job: Job) -> str:
+        name = server.add(job)
         server.scheduler.requests[name].lora_request = SimpleNamespace(
-            lora_int_id=1 + at % 2, lora_name=f"a{at % 2}", lora_path="a"
+            lora_int_id=job.adapter, lora_name=f"a{job.adapter}", lora_path="a"
         )
-    while server.busy:
+        return name
+
+    def test_a_step_has_no_more_than_vllm_can_load(self) -> None:
+        server = self.server(slots=4, residents=16)
+        for at in range(8):
+            self.add(server, Job(0, 16, 30 + 5 * at, adapter=1 + at % 2))
+        while server.busy:
+            server.step()
+            server.check()
+
+        assert len(server.ended) == 8
+
+    def test_places_of_requests_whose_adapter_does_not_fit_go_to_others(self) -> None:
+        server = self.server(slots=4, residents=32)
+        for at in range(24):
+            self.add(server, Job(0, 16, 20, adapter=1 + at % 2))
+        for _ in range(6):
+            server.step()
+            server.check()
+
+        assert server.run_sizes[1:] == [4] * 5
+
+    def test_the_oldest_request_has_its_adapter_though_its_rank_is_the_worst(self) -> None:
+        server = self.server(slots=2, residents=16)
+        oldest = self.add(server, Job(0, 16, 400, guess=400, adapter=2))
+        for _ in range(300):
+            while sum(job.adapter == 1 for name, job in server.jobs.items() if name not in server.ended) < 8:
+                self.add(server, Job(0, 16, 4, guess=4, adapter=1))
+            server.step()
+            server.check()
+
+        assert server.emitted[oldest] > 100
+
+
+class TestRequestsThatAreNotReady:
+    """Their grammar still compiles: vLLM passes over them."""
+
+    def compiling(self, server: Server, job: Job) -> SimpleNamespace:
+        """Add a request whose grammar compiles; set `grammar` of what is returned when it is there."""
+        request = server.scheduler.requests[server.add(job, "compiling")]
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        made = SimpleNamespace(grammar=None, reasoning_ended=True)
+        made._check_grammar_completion = lambda: made.grammar is not None
+        request.structured_output_request = made
+        return made
+
+    @pytest.mark.parametrize("which_first", ["compiling", "other"])
+    def test_their_place_belongs_to_the_next_one(self, which_first: str) -> None:
+        server = laps(slots=1, residents=4)
+        if which_first == "other":
+            other = server.add(Job(0, 16, 60, guess=60))
+            server.step()
+            server.step()
+            self.compiling(server, Job(0, 16, 4, guess=4))
+        else:
+            self.compiling(server, Job(0, 16, 4, guess=4))
+            other = server.add(Job(0, 16, 60, guess=60))
+        before = server.emitted[other]
+        for _ in range(12):
+            server.step()
+            server.check()
+
+        assert server.emitted[other] >= before + 12
+        assert server.emitted["compiling"] == 0
+
+    def test_they_run_by_their_rank_once_they_are_ready(self) -> None:
+        server = laps(slots=1, residents=4)
+        long = server.add(Job(0, 16, 300, guess=300))
+        made = self.compiling(server, Job(0, 16, 4, guess=4))
+        for _ in range(5):
+            server.step()
+        made.grammar = SimpleNamespace(accept_tokens=lambda *_: True, validate_tokens=lambda tokens: tokens)
+        for _ in range(8):
+            server.step()
+
+        assert "compiling" in server.ended
+        assert long not in server.ended
+
+
+class TestRequestsThatWaitWithKv:
+    """A connector has loaded it, or a session has further input: vLLM keeps these in a queue of its own."""
+
+    def let_it_wait(self, server: Server, name: str) -> None:
+        """Let a resident request wait with its KV."""
+        scheduler = server.scheduler
+        request = scheduler.requests[name]
+        scheduler.running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+        request.spec_token_ids = []
+        scheduler.kv_holding_waiting.add_request(request)
+
+    def test_they_run_by_their_rank(self) -> None:
+        server = laps(slots=1, residents=4)
+        long = server.add(Job(0, 16, 300, guess=300))
         server.step()
-        server.check()
-
-    assert len(server.ended) == 8
-
-
-def test_the_place_of_a_request_that_is_not_ready_goes_to_the_next_one() -> None:
-    """Its grammar still compiles: vLLM passes over it."""
-    server = laps(slots=1, residents=4)
-    blocked = server.add(Job(0, 16, 4, guess=4))
-    request = server.scheduler.requests[blocked]
-    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    request.structured_output_request = SimpleNamespace(grammar=None, _check_grammar_completion=lambda: False)
-    other = server.add(Job(0, 16, 30, guess=30))
-    for _ in range(12):
+        short = server.add(Job(0, 16, 40, guess=40))
         server.step()
+        assert server.emitted[short] > 0
+        self.let_it_wait(server, short)
+        for _ in range(40):
+            server.step()
+            server.check()
 
-    assert server.emitted[other] > 0
-    assert server.emitted[blocked] == 0
+        assert short in server.ended
+        assert long not in server.ended
+
+    def test_they_count_among_the_resident_ones(self) -> None:
+        """They may join any step that has a place, and then the model runner needs one for each."""
+        server = laps(slots=1, residents=2)
+        scheduler = server.scheduler
+        for length in (300, 40):
+            server.add(Job(0, 16, length, guess=length))
+            server.step()
+        [runs, paused] = scheduler.running
+        scheduler.kv_holding_waiting.add_request(scheduler.requests[server.add(Job(0, 16, 5))])
+
+        assert scheduler._make_room([runs], [paused], []) == []
+        assert scheduler.running == [runs]
+
+
+class TestEveryRequestThatVllmTakesRuns:
+    """However its pool is counted, vLLM has checked at its start that one request of the longest context fits."""
+
+    @BOTH
+    def test_in_a_pool_for_one_context(self, asynchronous: bool) -> None:
+        server = laps(blocks=1 + MODEL_LENGTH // BLOCK, asynchronous=asynchronous)
+
+        run(server, [Job(0, 16, 300), Job(0, 200, 40), Job(1, 16, 5)], check=True)
+
+    def test_with_a_limit_above_the_context(self) -> None:
+        server = laps()
+        server.add(Job(0, 16, 20), max_tokens=MODEL_LENGTH)
+        while server.busy:
+            server.step()
+            server.check()
+
+        assert len(server.ended) == 1
+
+
+def test_a_stop_string_teaches_a_length_and_a_cancellation_does_not() -> None:
+    """The API server finds stop strings, and aborts the request."""
+    server = laps()
+    seen = server.scheduler.one_worker.core.priors.lengths_seen
+    for stop, learned in (([], 0), (["\n"], 1)):
+        name = server.add(Job(0, 16, 100), stop=stop, detokenize=True)
+        for _ in range(4):
+            server.step()
+        server.abort(name)
+        server.scheduler.one_worker.decide(server.now_s)
+
+        assert seen("") == learned
 
 
 @pytest.mark.parametrize("paused", [False, True])

@@ -170,17 +170,14 @@ class Server:
         self.run_sizes: list[int] = []
         self._random = random.Random(seed)
 
-    def add(self, job: Job, name: str = "") -> str:
+    def add(self, job: Job, name: str = "", **sampling: Any) -> str:
+        """Add a request; `sampling`: more of its parameters, of vLLM's `SamplingParams`."""
         name = name or str(len(self.jobs))
         extra: dict[str, Any] = {"workload_class": job.kind} if job.kind else {}
         if job.guess is not None:
             extra["expected_output_tokens"] = job.guess
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=MODEL_LENGTH - job.prompt,
-            stop_token_ids=[END_TOKEN],
-            extra_args=extra or None,
-        )
+        usual = {"temperature": 0, "max_tokens": MODEL_LENGTH - job.prompt, "stop_token_ids": [END_TOKEN]}
+        params = SamplingParams(**(usual | sampling), extra_args=extra or None)
         number = len(self.jobs)
         request = Request(
             name,
