@@ -489,6 +489,17 @@ class TestRunningAlone:
         assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", None)
         assert {shard.worker_of("c"), shard.worker_of("d")} == {"w2"}
 
+    def test_one_that_waits_for_a_worker_of_its_own_takes_no_part_of_the_share_from_others(self) -> None:
+        shard = Shard()
+        shard.suspect("a", "b")
+        for worker in ("w", "w2", "w3"):
+            shard.up(worker, slots=1)
+        shard.arrive(request("c", 7), request("d", 8))
+
+        assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", None)
+        reserved = {name for name in "abcd" if shard.core._shard.requests[name].reserved}
+        assert reserved == {"a", "c"}, "two of the workers are shared"
+
 
 class TestWhoIsGivenUp:
     def test_one_with_which_three_workers_died_that_ran_nothing_else(self) -> None:

@@ -80,3 +80,21 @@ def test_those_that_grew_old_on_one_list_do_not_wait_for_each_other(policy: str)
     cluster.run()
 
     assert late(cluster, 2) == {}
+
+
+@pytest.mark.parametrize("policy", ["laps-sd", "srpt-length"])
+@pytest.mark.parametrize("how", ["its worker was lost", "it came before its worker"])
+def test_one_that_no_worker_can_hold_takes_no_part_of_the_share(policy: str, how: str) -> None:
+    """The oldest request waits for a large worker, until it is cancelled. Short requests come faster than they are
+    served."""
+    cluster = Cluster(policy, [facts("small", 2, 100_000, max_length=1200)])
+    if how == "its worker was lost":
+        cluster.at(0.0, "up", facts("large", 2, 100_000, max_length=30_000))
+        cluster.at(0.02, "lost", "large")
+    cluster.submit([Job("huge", 0.001, 100, 3, hint=3, max_tokens=8000)])
+    cluster.submit([Job("old", 0.1, 5, 300, hint=300, max_tokens=1000)])
+    cluster.submit([Job(f"r{n:03d}", 0.11 + n * 0.03, 5, 9, hint=9, max_tokens=20) for n in range(300)])
+    cluster.at(20.0, "cancel", "huge")
+    cluster.run()
+
+    assert set(late(cluster, 1)) == {"huge"}

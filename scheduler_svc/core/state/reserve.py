@@ -1,6 +1,7 @@
 """The reserved share: which requests may use it.
 
-They are the oldest requests whose tenant is not ahead, as many as the workers' reserved shares add up to.
+They are the oldest requests, queued or on a list, whose tenant is not ahead, as many as the workers' reserved
+shares add up to. Requests that no worker can hold now, and those that wait to run alone, have no part in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from scheduler_svc.core.state.tenants import TenantOrder
 
 
 class Reserve:
-    """All requests of a shard by age, the reserved ones apart. Their marks are the shard's to set."""
+    """The requests of a shard in the queue and on lists by age, the reserved ones apart. Their marks are the shard's to set."""
 
     def __init__(self, unreserved: Ranked[OrderKey] | TenantOrder) -> None:
         self.total = 0
@@ -31,11 +32,11 @@ class Reserve:
         return iter(self._reserved)
 
     def add(self, request: Request) -> None:
-        """Add a request that entered; it is not reserved yet."""
+        """Add a request that entered, or that a worker can hold again; it is not reserved yet."""
         self._unreserved.add(request.age_key)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that leaves."""
+        """Remove a request that leaves, or that cannot be leased now."""
         (self._reserved if request.reserved else self._unreserved).remove(request.age_key)
 
     def move(self, age_key: OrderKey, reserved: bool) -> None:

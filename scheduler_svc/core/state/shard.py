@@ -5,8 +5,8 @@ Invariants (`check` states them in code; tests call it after every step)
     names.
   * `queued` holds the requests that some worker that takes work could hold, `parked` those that none could,
     `suspects` those that must run alone.
-  * The reserved requests are the oldest ones whose tenant is not ahead, as many as the workers' reserved
-    shares add up to. Without fairness between tenants no tenant is ahead.
+  * The reserved requests are the oldest ones, queued or on a list, whose tenant is not ahead, as many as the
+    workers' reserved shares add up to. Without fairness between tenants no tenant is ahead.
 
 Only this module changes the orders, those in `reserve.py` and `worker_orders.py` too, so that they cannot
 drift apart.
@@ -237,6 +237,7 @@ class Shard:
     def _enqueue(self, request: Request) -> None:
         if request.runs_alone:
             self.suspects[request.request_id] = request
+            self._leave_reserve(request)
         elif request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
             if request.account is not None:
@@ -245,15 +246,17 @@ class Shard:
                 self.reserved_queued[request.request_id] = request
         else:
             self.parked[request.request_id] = request
+            self._leave_reserve(request)
 
     def _dequeue(self, request: Request) -> None:
-        self.reserved_queued.pop(request.request_id, None)
-        if self.suspects.pop(request.request_id, None) is not None:
+        request_id = request.request_id
+        self.reserved_queued.pop(request_id, None)
+        if self.suspects.pop(request_id, None) is not None or self.parked.pop(request_id, None) is not None:
+            self._reserve.add(request)
             return
-        if self.parked.pop(request.request_id, None) is None:
-            self.queued.remove(request.order_key)
-            if request.account is not None:
-                self._accounts.queued(request.account, -1)
+        self.queued.remove(request.order_key)
+        if request.account is not None:
+            self._accounts.queued(request.account, -1)
 
     def _enlist(self, request: Request, worker: Worker) -> None:
         request.worker = worker.worker_id
@@ -345,6 +348,12 @@ class Shard:
         takers = (worker for worker in self.workers.values() if worker.takes_work)
         return sum(worker.reserved_share for worker in takers) if self._reserved_share else 0
 
+    def _leave_reserve(self, request: Request) -> None:
+        """Remove a request that cannot be leased now: a mark would not help it, and another request would lack it."""
+        self._reserve.remove(request)
+        request.reserved = False
+        request.entry = None
+
     def _set_reserved(self, age_key: OrderKey, reserved: bool) -> None:
         request = self.requests[age_key[-1]]
         request.reserved = reserved
@@ -354,11 +363,10 @@ class Shard:
             worker = self.workers[request.worker]
             worker.reserved += 1 if reserved else -1
             self.touched[worker.worker_id] = worker
-        elif request.request_id not in self.parked and request.request_id not in self.suspects:
-            if reserved:
-                self.reserved_queued[request.request_id] = request
-            else:
-                del self.reserved_queued[request.request_id]
+        elif reserved:
+            self.reserved_queued[request.request_id] = request
+        else:
+            del self.reserved_queued[request.request_id]
 
     # Checks of the invariants.
 
@@ -403,7 +411,8 @@ class Shard:
         assert self.running == sum(r.running for r in self.requests.values())
         self.worker_orders.check()
         assert set(self.reserved_queued) == {i for i in queued if self.requests[i].reserved}
-        in_turn = sorted(r.age_key for r in self.requests.values() if not r.tenant_ahead)
+        able = [r for i, r in self.requests.items() if i not in self.parked and i not in self.suspects]
+        in_turn = sorted(r.age_key for r in able if not r.tenant_ahead)
         assert list(self._reserve) == in_turn[: self._shares()]
         assert list(self._reserve) == sorted(r.age_key for r in self.requests.values() if r.reserved)
-        assert len(self._reserve) == len(self.requests)
+        assert len(self._reserve) == len(able)
