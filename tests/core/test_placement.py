@@ -112,6 +112,19 @@ class TestOvertaking:
         assert worker_of(scheduler, "r12") is None
         scheduler.check()
 
+    @pytest.mark.parametrize("large", [0, 1, 3])
+    def test_one_that_waits_for_a_larger_worker_does_not_hold_up_those_after_it(self, large: int) -> None:
+        scheduler = core()
+        urgent = arrivals(2, max_tokens=8000, priority=9)
+        scheduler.step(0.0, [WorkerUp(named("large", 1, max_length=30_000, target_blocks=2000), ()), *urgent])
+        scheduler.step(1.0, [WorkerUp(named("small", 1), ()), *arrivals(3, 10)])
+        scheduler.step(2.0, arrivals(large, 20, max_tokens=8000, priority=8))
+        assert [worker_of(scheduler, f"r{10 + i}") for i in range(3)] == ["small", "small", None]
+        scheduler.step(3.0, arrivals(1, 30, expected_output_tokens=5))
+        scheduler.check()
+        assert [worker_of(scheduler, f"r{20 + i}") for i in range(large)] == [None] * large
+        assert worker_of(scheduler, "r30") == "small"
+
     def test_few_lists_are_ranked_again_in_one_step(self) -> None:
         """Rounds turn out to be cheap: by its older ranks every list ends with a request that has more left than
         the arrival, and ranked again it still does.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
+from typing import Final
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.estimates.priors import Priors
@@ -30,6 +31,9 @@ priors."""
 SUSPECTS_PER_WORKER = 4
 """Requests that wait to run alone for each worker that is cleared for them. Our choice: a trial takes eight
 rounds, a cleared worker costs up to `QUIET_S` and the KV of the requests that ran there."""
+
+UNBOUNDED: Final = 2**62
+"""Longer than any request, in tokens."""
 
 MOST_LISTS_REFRESHED = 4
 """Lists whose ranks are computed again in one step, because a queued request was about to overtake them."""
@@ -172,15 +176,19 @@ class _QueueHead:
 
 def _fill(shard: Shard, ledger: Ledger, head: _QueueHead, priors: Priors, router: Router) -> None:
     """Lease queued requests, best rank first, to the worker that the router chooses, until the lists are full."""
-    at = 0
+    at, too_long = 0, UNBOUNDED
     while at < len(shard.queued):
         if next(_with_room(shard), None) is None:
             return
         request, _ = head.at(at)  # an older rank is better than a free place
+        if request.longest_tokens >= too_long:
+            at += 1
+            continue
         able = partial(_has_room_for, shard, request)
         room = router.best(request, Eligible(_with_room(shard), able, shard, priors))
         if room is None:
             at += 1  # unequal workers: this one waits for a larger one
+            too_long = request.longest_tokens  # from here on fewer workers have room
         else:
             ledger.lease(request, room)
 
@@ -212,18 +220,26 @@ def _overtake(shard: Shard, ledger: Ledger, head: _QueueHead) -> None:
     priority, or of tenants that are ahead: that does not depend on estimates, and the bound between tenants
     does not allow for a step that waits.
     """
-    refreshed = 0
-    while shard.queued:
-        request, fresh = head.at(0)
+    at = refreshed = 0
+    too_long = UNBOUNDED
+    while at < len(shard.queued):
+        request, fresh = head.at(at)
         key = request.key_now if fresh else last_of_class(request.key_now)
         full_lists = shard.worker_orders.full_lists_after(key)
-        worker = next((worker for worker in full_lists if worker.holds(request)), None)
-        if worker is None:
+        worker = None
+        if request.longest_tokens < too_long:
+            worker = next((worker for worker in full_lists if worker.holds(request)), None)
+        if worker is not None:
+            if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
+                refreshed += 1  # compare like with like: look again
+            else:
+                ledger.lease(request, worker)
+        elif next(shard.worker_orders.full_lists_after(key), None) is None:
             return
-        if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
-            refreshed += 1  # compare like with like: look again
         else:
-            ledger.lease(request, worker)
+            at += 1  # unequal workers: this one waits for a larger one
+            if fresh and request.longest_tokens < too_long:
+                too_long = request.longest_tokens  # after the next keys end the same lists, or fewer
 
 
 def _refresh_list(worker: Worker, ledger: Ledger) -> bool:
