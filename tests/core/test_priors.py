@@ -228,6 +228,33 @@ class TestShrinkage:
         between = (between / (len(groups) - 1) - within) / typical
         assert statistics.variances() == pytest.approx((within, between), rel=0.05)
 
+    @pytest.mark.parametrize("longest", [0, 16_000])
+    def test_one_very_long_request_changes_n0_little(self, longest: int) -> None:
+        """It is like the others but for its length. It counts for less with each later one."""
+        source = random.Random(7)
+        statistics = AcceptanceStatistics()
+        found = []
+        for number in range(1200):
+            centre = source.gauss(3, 0.5)
+            count = longest if longest and number == 600 else source.randint(2, 20)
+            rounds = [source.gauss(centre if count < 100 else 3, 1.0) for _ in range(count)]
+            statistics.observe_end(len(rounds), sum(rounds), sum(x * x for x in rounds))
+            if number in (599, 610, 650, 800, 1199):
+                found.append(statistics.variances())
+        for variances in found:
+            assert 6 < shrinkage(variances) < 24, "12 by the variances of 1 and 0.25"
+
+    def test_sums_of_an_earlier_release_show_no_difference_between_requests(self) -> None:
+        """There one very long request weighed more, as its squared length, than all together."""
+        statistics = AcceptanceStatistics()
+        for _ in range(20):
+            statistics.observe_end(20, 60, 200)
+        statistics.sum_n2 = 2 * statistics.sum_n**2
+        found = statistics.variances()
+        assert found is not None
+        assert found[1] == 0.0
+        assert shrinkage(found) == SHRINKAGE_LIMITS[1]
+
     def test_the_spread_that_is_left_counts_rounds_as_a_third(self) -> None:
         pace = tokens_per_round(3.0, 20, 1.5, 10, 50)
         assert pace.spread * pace.mean == pytest.approx(math.sqrt(3 * 1.5 / (20 + 10)))

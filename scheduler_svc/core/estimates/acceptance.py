@@ -74,6 +74,7 @@ class AcceptanceStatistics:
     round."""
     sum_n: float = 0.0
     sum_n2: float = 0.0
+    """Squares of the weighted n: each decays twice, so that the sum is at most `sum_n` squared."""
     sum_nm: float = 0.0
     sum_nm2: float = 0.0
     sum_within: float = 0.0
@@ -94,7 +95,7 @@ class AcceptanceStatistics:
         keep = 1 - 1 / FORGET_REQUESTS
         self.requests = self.requests * keep + 1
         self.sum_n = self.sum_n * keep + rounds
-        self.sum_n2 = self.sum_n2 * keep + rounds * rounds
+        self.sum_n2 = self.sum_n2 * keep * keep + rounds * rounds
         self.sum_nm = self.sum_nm * keep + tokens
         self.sum_nm2 = self.sum_nm2 * keep + tokens * mean
         self.sum_within = self.sum_within * keep + max(0.0, squares - tokens * mean)
@@ -114,6 +115,8 @@ class AcceptanceStatistics:
         within = self.sum_within / freedom_within
         between_squares = self.sum_nm2 - self.sum_nm**2 / self.sum_n
         typical_n = (self.sum_n - self.sum_n2 / self.sum_n) / (self.requests - 1)
+        if typical_n <= 0:  # only of sums from the record of an earlier release, whose `sum_n2` decayed once
+            return within, 0.0
         between = (between_squares / (self.requests - 1) - within) / typical_n
         return within, max(between, 0.0)
 
