@@ -416,6 +416,24 @@ class TestRunningAlone:
                 "worker w was lost, which it had just left; runs alone: 2 workers died with it"
             )
 
+    def test_a_death_counts_once_for_a_request_that_left_twice(self) -> None:
+        """Shorter requests displace it from the list, end, and others come, between two reports of the worker."""
+        shard = Shard()
+        shard.up("w", slots=2)
+        shard.arrive(*(request(f"ran{n}", n, expected_output_tokens=100) for n in range(2)))
+        shard.round("w", "ran0", "ran1")
+        shard.arrive(request("a", 5, max_tokens=1000, expected_output_tokens=900))
+        for turn in range(2):
+            shard.step(*(EndRequested(f"short{n}", End.CANCELLED, "") for n in range(5 * turn)))
+            assert shard.worker_of("a") == "w"
+            short = [f"short{5 * turn + n}" for n in range(5)]
+            shard.arrive(*(request(name, 9, max_tokens=20, expected_output_tokens=5) for name in short))
+            assert shard.worker_of("a") is None
+        shard.lost("w")
+
+        assert shard.deaths("a", "ran0") == [1, 1]
+        assert shard.waits_for("a") == "a worker: none takes work now"
+
     def test_a_report_shows_that_it_did_not_die_of_what_left_before(self) -> None:
         shard = Shard()
         shard.up("w")

@@ -31,7 +31,7 @@ class Deaths:
             return  # it was ordered to end, and does so when its time is over, whatever it runs
         died_with = [request for request in worker.members.values() if request.may_have_run]
         is_certain = len(worker.members) == 1
-        for request_id in worker.taken_off:
+        for request_id in dict.fromkeys(worker.taken_off):  # one may have left, come back and left again
             left = self._shard.requests.get(request_id)
             if left is not None and left.worker != worker.worker_id:
                 died_with.append(left)
