@@ -18,6 +18,8 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.tenants import Account
 from scheduler_svc.core.state.worker import STUCK_REPORTS, Worker
+from tests.core.cluster import Cluster
+from tests.core.jobs import Job, facts
 
 SETTINGS = CoreSettings(resend_index_change=0.25)
 """A quarter: exact in binary, so that a test can stand on the bound."""
@@ -278,6 +280,33 @@ class TestNewMembers:
         listed(where, "new", key(99.0))
         assert sent(where) is not None
         assert sent(where) is None
+
+    @pytest.mark.parametrize(("reports", "again"), [(STUCK_REPORTS - 1, False), (STUCK_REPORTS, True)])
+    def test_where_a_slot_stays_free_none_can(self, reports: int, again: bool) -> None:
+        """A slot that was freed by the last round does not: one that the worker has takes it."""
+        where = self.known(5)
+        where.reports = where.full_at = 20
+        where.reports += reports
+        listed(where, "new", key(99.0))
+        assert (sent(where) is not None) == again
+
+    @pytest.mark.parametrize("tokens", [800, 10])
+    def test_a_request_that_fits_takes_a_slot_that_the_others_leave_free(self, tokens: int) -> None:
+        """Of 1,600 tokens the first one takes 930 and more. The next two do not fit, and the worker has them."""
+        cluster = Cluster("fcfs", [facts("w", 2, 100)])
+        cluster.submit([Job("first", 0.001, 930, 150, max_tokens=200)])
+        cluster.submit([Job(f"large{n}", 0.002, 800, 90, max_tokens=200) for n in range(2)])
+        cluster.submit([Job("last", 0.5, tokens, 30, max_tokens=100)])
+        cluster.run()
+        assert (cluster.finished_s["last"] < cluster.finished_s["first"]) == (tokens == 10)
+
+    def test_a_full_worker_is_not_sent_each_new_member(self) -> None:
+        """Requests end one after another, and for each the queue has another one."""
+        cluster = Cluster("fcfs", [facts("w", 4, 1000)], CoreSettings(reserved_share=False))
+        cluster.submit([Job(f"r{n:03d}", 0.001, 10, 30 + 7 * n % 40) for n in range(200)])
+        cluster.run()
+        lists = [command for _, command in cluster.commands if isinstance(command, Assign)]
+        assert len(lists) < 100
 
 
 class TestBlocks:

@@ -101,6 +101,8 @@ class Rounds:
             )
             self._shard.start_running(request, worker)
             request.started = request.ran_here = True
+        if len(worker.running) >= worker.slots:
+            worker.full_at = this
         if worker.waiting_for_blocks:
             self._shard.short_of_blocks[worker.worker_id] = worker
         else:

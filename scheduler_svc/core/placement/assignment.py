@@ -104,11 +104,12 @@ def _brings_news(worker: Worker) -> bool:
     New members at the end of a long list can wait until there are more of them: a request ends in nearly
     every round of a full worker and another one is listed for it, and each list that is sent names them all.
     They can wait while the worker knows 1.5 times as many members as it has slots, and they come after all of
-    these (our choice). Where KV is short it may have to look further than that for one that fits.
+    these (our choice). Where KV is short, or a slot stays free, it may have to look further than that for one that
+    fits.
     """
     if not worker.unsent:
         return False
-    if worker.is_short_of_blocks:
+    if worker.is_short_of_blocks or worker.has_idle_slot:
         return any(request.sent is None for request in worker.members.values())
     near = worker.slots + (worker.slots + 1) // 2
     known = 0

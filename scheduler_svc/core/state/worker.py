@@ -15,7 +15,8 @@ MOST_TAKEN_OFF: Final = 256
 """Requests remembered after they left a worker: more than it can have in one batch. Our choice."""
 STUCK_REPORTS: Final = 2
 """Reports in which a worker with slots for all must have left a request out before it counts as short of
-memory; one may come between the lease and the first round.
+memory, or must have left a slot free before this counts as idle; one may come between the lease and the first
+round.
 """
 
 
@@ -54,6 +55,8 @@ class Worker:
     """KV blocks times rounds that its reserved share has used beyond its part; see `charge_reserve`."""
     reports: int = 0
     """Reports of rounds in which a member ran; `rounds` counts these rounds."""
+    full_at: int = 0
+    """The last of these reports in whose round all slots were taken."""
     rounds: int = 0
     tokens: int = 0
     drafted: float = 0.0
@@ -150,6 +153,11 @@ class Worker:
             else self.free_target_blocks
         )
         return request.context_tokens + facts.max_draft_len <= free * facts.block_size
+
+    @property
+    def has_idle_slot(self) -> bool:
+        """Return whether it has left a slot free for some rounds: of the members that it has, none fits."""
+        return self.reports - self.full_at >= STUCK_REPORTS
 
     @property
     def waiting_for_blocks(self) -> list[Request]:
