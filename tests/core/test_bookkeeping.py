@@ -10,7 +10,7 @@ import pytest
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
-from scheduler_svc.core.commands import Commit, Drained, Lease, Rank, Release
+from scheduler_svc.core.commands import Assign, Commit, Drained, Lease, Rank, Release
 from scheduler_svc.core.estimates.calibration import GuessHistory
 from scheduler_svc.core.estimates.cost import CONTEXT_UNIT
 from scheduler_svc.core.estimates.priors import Priors
@@ -312,6 +312,35 @@ class TestWhyItWasPaused:
         scheduler.step(2.0, [Arrived(request("old", 1, expected_output_tokens=5))])
         assert of(scheduler, "old").reserved
         scheduler.step(3.0, [report(did("old", 0, 1))])
+        assert of(scheduler, "long").story[-1].detail.startswith("outranked by a request with")
+
+    def test_because_kv_is_short_where_the_one_that_began_is_worse(self) -> None:
+        """Two fill ten blocks. When both no longer fit, a third one that does takes the slot of the larger one."""
+        scheduler = core("srpt-length")
+        sizes = {"a": (70, 5), "b": (75, 20), "c": (10, 60)}
+        arrivals = [
+            Arrived(request(name, 1, prompt_tokens=prompt, max_tokens=80, expected_output_tokens=hint))
+            for name, (prompt, hint) in sizes.items()
+        ]
+        scheduler.step(0.0, [WorkerUp(replace(W, slots=2, target_blocks=10, draft_blocks=10), ()), *arrivals])
+        scheduler.step(1.0, [report(did("a", 0, 3), did("b", 0, 3))])
+        out = (ResidencyChange("b", 1, Residency.NONE),)
+        scheduler.step(2.0, [report(did("a", 3, 3), did("c", 0, 3), residency=out)])
+        lines = [(line.what, line.detail) for line in of(scheduler, "b").story]
+        assert ("paused", "no KV blocks left for it") in lines
+
+    def test_ranks_count_as_the_worker_has_them(self) -> None:
+        """What runs comes closer to its end, which is no reason to send the list again."""
+        scheduler = core("srpt-length")
+        scheduler.step(0.0, [WorkerUp(W, ()), Arrived(request("long", expected_output_tokens=400))])
+        scheduler.step(1.0, [report(did("long", 0, 10))])
+        commands = scheduler.step(1.5, [Arrived(request("short", 2, expected_output_tokens=250))])
+        assert [c for c in commands if isinstance(c, Assign)]
+        for n in range(1, 36):
+            commands = scheduler.step(2.0 + n, [report(did("long", 10 * n, 10))])
+            assert not [c for c in commands if isinstance(c, Assign)]
+        assert of(scheduler, "long").index_s < of(scheduler, "short").index_s
+        scheduler.step(90.0, [report(did("short", 0, 1))])
         assert of(scheduler, "long").story[-1].detail.startswith("outranked by a request with")
 
 

@@ -12,7 +12,8 @@ from scheduler_svc.core.handlers.learning import Learner
 from scheduler_svc.core.handlers.requests import Requests
 from scheduler_svc.core.placement.ledger import Ledger
 from scheduler_svc.core.policies.ranker import Ranker
-from scheduler_svc.core.state.request import SURVIVED_ROUNDS, Request, order_key_of
+from scheduler_svc.core.rank import OrderKey
+from scheduler_svc.core.state.request import SURVIVED_ROUNDS, Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.shared_prefill import SharedPrefill
 from scheduler_svc.core.state.worker import Worker
@@ -85,7 +86,7 @@ class Rounds:
             if not request.running and request.last_report != this:
                 newcomers.append(request)
             request.last_report = this
-        best = min(newcomers, key=order_key_of, default=None)
+        best = min(newcomers, key=_chosen_by, default=None)
         version = self._priors.version
         if worker.priors_version != version:
             worker.priors_version = version
@@ -118,8 +119,8 @@ class Rounds:
         """Return the reason of a pause. It names no other request: ranks and estimates only."""
         if newcomer is None:
             return NO_BLOCKS
-        if newcomer.reserved and newcomer.order_key > request.order_key:
-            return "the reserved share went to an older request"
+        if _chosen_by(newcomer) > _chosen_by(request):
+            return "the reserved share went to an older request" if newcomer.reserved else NO_BLOCKS
         if request.tenant_ahead and not newcomer.tenant_ahead:
             return "its tenant is ahead of others that wait"
         theirs, its = self._policy.ordered_by(newcomer), self._policy.ordered_by(request)
@@ -233,6 +234,15 @@ class Rounds:
                 "perceptible" if rank.perceptible else "non-perceptible",
                 self._policy.ordered_by(request),
             )
+
+
+def _chosen_by(request: Request) -> OrderKey:
+    """Return the order key by which its worker chooses it: of the newest list that it was sent, if any."""
+    sent = request.sent
+    if sent is None:
+        return request.order_key
+    cost = sent.index_s if request.residency is ON_DEVICE else sent.index_s + sent.resume_cost_s
+    return (sent.rank_class, cost, request.request_id)
 
 
 def _share_prefill(
