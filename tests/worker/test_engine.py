@@ -235,6 +235,50 @@ def test_running_out_of_memory_changes_nothing(pair: tuple[Path, Path], device: 
     assert output == expected
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(torch.OutOfMemoryError("tried to allocate 20 GiB"), OutOfMemory), (IndexError("7"), IndexError)],
+)
+def test_a_round_that_fails_takes_no_blocks(
+    error: Exception, raised: type[Exception], pair: tuple[Path, Path], device: str
+) -> None:
+    """KV that was in host memory stays there, and a request that had none has none."""
+    engine = load_pair(*pair, device=device, slots=3, max_length=128, draft_len=2)
+    names = ("here", "away", "new")
+    specs = [spec(name, prompt_ids=tuple(range(2 + n, 40)), max_tokens=10) for n, name in enumerate(names)]
+    expected, *_ = finish_all(engine, specs)
+    for one in specs:
+        engine.add(one)
+    output: dict[str, list[int]] = {name: [] for name in names}
+
+    def run(*names: str) -> int:
+        reports = engine.round(names).requests
+        for report in reports:
+            output[report.request_id].extend(report.tokens)
+        return sum(report.prefilled for report in reports)
+
+    for _ in range(2):  # the draft has its KV after the second
+        run("here", "away")
+    assert engine.swap_out("away")
+    forward, before = engine._pair.target.forward, [engine.status(name) for name in names]
+
+    def fails(*_: Any) -> torch.Tensor:
+        raise error
+
+    engine._pair.target.forward = fails  # type: ignore[method-assign, assignment]
+    with pytest.raises(raised):
+        engine.round(names)
+    after = [engine.status(name) for name in names]
+    assert after[1:] == before[1:]
+    assert [status.residency for status in after] == [Residency.DEVICE, Residency.HOST, Residency.NONE]
+    engine.check()
+    engine._pair.target.forward = forward  # type: ignore[method-assign]
+    assert run("away") == 0, "its KV came back"
+    while live := [name for name in names if len(output[name]) < 10]:
+        run(*live)
+    assert output == expected
+
+
 def test_a_device_that_is_gone_is_told_as_such(pair: tuple[Path, Path], device: str) -> None:
     engine = load_pair(*pair, device=device, slots=1, max_length=64)
     engine.add(spec())

@@ -215,6 +215,19 @@ class SpeculativeEngine:
         finished = {name for name in run if name in self._sequences and self._sequences[name].finished}
         check_run(run, self._sequences.keys(), finished, self.options.slots)
         sequences = [self._sequences[name] for name in run]
+        # Those without blocks on the device, and their copies in host memory.
+        absent = [(sequence, sequence.swapped) for sequence in sequences if not sequence.target.blocks]
+        try:
+            return self._run(sequences, started)
+        except Exception:
+            # Blocks that the round took for them would hold nothing, and no report of a round names them.
+            for sequence, swapped in absent:
+                self._pair.release(sequence)
+                sequence.swapped = swapped
+            raise
+
+    def _run(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
+        """Run a round, with less prefill while the device has no memory for it. Raises as `round` does."""
         drafts = [(place, place.length) for place in (s.draft for s in sequences) if place is not None]
         while True:
             try:
@@ -233,7 +246,7 @@ class SpeculativeEngine:
                 torch.cuda.empty_cache()
             if not self.rounds.prefill.shrink(max(len(s.tokens) - s.kv_length for s in sequences)):
                 raise OutOfMemory(
-                    f"the device has no memory for a round of {len(run)} requests: {shortage[0]}"
+                    f"the device has no memory for a round of {len(sequences)} requests: {shortage[0]}"
                 )
 
     def calibrate(self, budget_s: float) -> None:

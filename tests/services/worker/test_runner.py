@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +16,13 @@ from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from tests.services.worker.harness import Desk, entry, spec
+from tests.worker.pairs import llama_config, load_pair, write_model
 from worker_svc.engine.interface import (
     DeviceFailed,
     OutOfBlocks,
     OutOfMemory,
     RoundResult,
+    Sampling,
     Specification,
 )
 from worker_svc.fake.engine import FakeEngine
@@ -681,6 +686,35 @@ def test_one_request_without_memory_ends_with_the_reason() -> None:
         End.ERROR,
         "the device has no memory for a round of 1 requests",
     )
+
+
+def test_blocks_of_a_round_that_failed_are_free_again(tmp_path: Path) -> None:
+    """The pool holds two of the four contexts, and the first round, of all four, fails. If it kept blocks for
+    those that do not run again at once, none would be left for one that generates.
+    """
+    real = load_pair(
+        write_model(tmp_path, llama_config(), seed=0),
+        slots=4, max_length=128, draft_len=2, blocks=20, block_size=8, length_probe=False,
+    )  # fmt: skip
+    forward = real._pair.target.forward
+
+    def short_of_memory(ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        if len(ids) > 10:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        real._pair.target.forward = forward  # type: ignore[method-assign]
+        return forward(ids, *more)
+
+    real._pair.target.forward = short_of_memory  # type: ignore[method-assign]
+    desk = Desk(real, max_unacknowledged_tokens=10_000)
+    lengths = {"a": (10, 100), "b": (36, 20), "c": (36, 20), "d": (36, 20)}
+    for name, (prompt, tokens) in lengths.items():
+        first = tuple(2 + (7 * n + ord(name)) % 120 for n in range(prompt))
+        desk.give(Specification(name, first, (), Sampling(), tokens, ignore_eos=True))
+    desk.assign(*(entry(name, float(at)) for at, name in enumerate(lengths)))
+    desk.turn_until_idle()
+
+    assert desk.rounds[0].out_of_memory
+    assert {name: len(desk.tokens(name)) for name in lengths} == {"a": 100, "b": 20, "c": 20, "d": 20}
 
 
 class Learner:
