@@ -204,6 +204,23 @@ def test_weights_that_are_not_finite_fail_the_request(pair: tuple[Path, Path], d
     assert a_failed.prompt_logprobs is None
 
 
+def test_a_request_whose_numbers_break_fails_none_beside_it(pair: tuple[Path, Path], device: str) -> None:
+    """Its values reach the prompt rows of the request before it in the pool, which torch reads in slices of 8 rows.
+    That request runs again without them.
+    """
+    healthy = [spec("a", PROMPT[:3]), spec("b")]
+    expected, *_ = finish_all(build(pair, device), healthy)
+    engine, poisoned = build(pair, device), VOCAB - 1
+    with torch.no_grad():
+        engine._pair.target.model.get_input_embeddings().weight[poisoned] = float("nan")
+    bad = spec("bad", (4, poisoned, 3, 2), top=None)
+    output, last, reports = finish_all(engine, [healthy[0], bad, healthy[1]])
+    assert (last["bad"].finish, last["bad"].error) == (End.ERROR, "the target's logits are not finite")
+    assert output == {"bad": [], **expected}
+    for one in healthy:
+        assert_of_plain_forward(found_in(reports, one.request_id), pair[0], one, device)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

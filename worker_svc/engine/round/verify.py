@@ -128,6 +128,9 @@ class Verification:
             elif request.fed:
                 sound.append(request)
         for request in sound:
+            # That of its prompt rows, which the KV of another request may have reached.
+            if request.problem == NOT_FINITE:
+                request.problem = None
             self._clean_pools()
             if not self._forward([request], choices, ()):
                 request.problem = NOT_FINITE
