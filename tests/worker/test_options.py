@@ -333,6 +333,46 @@ def test_a_format_that_the_vocabulary_cannot_write_ends_its_request(lettered_pai
     assert output["other"] == alone["other"]
 
 
+TOO_COSTLY_AFTER_X = OutputFormat(FormatKind.REGEX, f"[)](x{'a?' * 500}|yz)")
+"""After x the next step exceeds what the library may compute."""
+
+
+def test_a_draft_token_that_a_format_cannot_follow_ends_nothing(
+    lettered_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt lookup proposes x, and the target chooses y, as it does without drafts."""
+    wanted = TOO_COSTLY_AFTER_X
+    tokenizer = Tokenizer.from_file(str(lettered_pair[0] / "tokenizer.json"))
+    prompt = tuple(tokenizer.encode("(ab)x(ab)x(ab").ids)
+    (y,) = tokenizer.encode("y").ids
+    spec = Specification("a", prompt, (), Sampling(logit_bias=((y, 50.0),)), 9, format=wanted)
+    for draft_len in (0, 4):
+        engine = engine_for(lettered_pair[:1], "cpu", 1, draft_len)
+        monkeypatch.setattr(engine.lengths, "row_price", lambda *_: 0.0)
+        output, last, reports = finish_all(engine, [spec])
+        assert tokenizer.decode(output["a"]) == ")yz", last["a"].error
+        assert last["a"].finish is End.STOP
+        assert any(report.looked_up and not report.accepted for report in reports) == (draft_len > 0)
+
+
+def test_a_format_that_fails_for_one_request_continues_for_others(lettered_pair: tuple[Path, Path]) -> None:
+    """The library's matchers of one compiled format share what they compute, a failure too."""
+    tokenizer = Tokenizer.from_file(str(lettered_pair[0] / "tokenizer.json"))
+
+    def preferring(letter: str, name: str) -> Specification:
+        (token,) = tokenizer.encode(letter).ids
+        sampling = Sampling(logit_bias=((token, 90.0),))
+        return Specification(name, (5, 6), (), sampling, 9, format=TOO_COSTLY_AFTER_X)
+
+    engine = engine_for(lettered_pair, "cpu", 2, 0)
+    output, last, _ = finish_all(engine, [preferring("x", "fails"), preferring("y", "beside")])
+    assert last["fails"].finish is End.ERROR
+    assert "output format" in (last["fails"].error or "")
+    assert tokenizer.decode(output["beside"]) == ")yz", last["beside"].error
+    output, last, _ = finish_all(engine, [preferring("y", "later")])
+    assert tokenizer.decode(output["later"]) == ")yz", last["later"].error
+
+
 # -- log probabilities ------------------------------------------------------------------------------------------------------------
 
 

@@ -183,12 +183,15 @@ class Adjustments:
     def close(self) -> None:
         """Remove the draft tokens from the formats: the commit adds the committed tokens to them."""
         for member in self._members:
-            if member.sequence.format is not None and member.steps:
+            if member.sequence.format is not None and member.first not in self.failed:
                 member.sequence.format.rollback(member.steps)
                 member.steps = 0
 
     def _mask(self, member: _Member, row: int, state: FormatState) -> None:
         mask = state.mask()
+        if mask is None and row == member.first:
+            state.restart()  # what failed may be a step of another request
+            mask = state.mask()
         if mask is not None:
             self._masks[row] = mask
             return

@@ -8,8 +8,9 @@ from another worker, or from eviction, continues at the same state.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,20 @@ KEPT_GRAMMARS = 32  # compiled ones, the most recently used
 
 
 class FormatState:
-    """The state of one request's output in its format."""
+    """The state of one request's output in its format.
 
-    def __init__(self, matcher: Any, words: int, end_ids: Iterable[int], end_id: int) -> None:
+    A step that would cost too much makes the library's matcher fail for good, and with it all copies of what it was
+    copied from. The step may follow a draft token, or be another request's. So `restart` compiles the format again.
+    """
+
+    def __init__(
+        self, matcher: Any, compile_again: Callable[[], Any], words: int, end_ids: Iterable[int], end_id: int
+    ) -> None:
+        """`matcher` is the library's, before any output; `compile_again` returns one that shares nothing with it."""
         self._matcher = matcher
+        self._compile_again = compile_again
+        # Committed tokens, then draft tokens.
+        self._tokens: list[int] = []
         self._words = words
         self._end_ids = tuple(end_ids)
         self._end_id = end_id
@@ -56,26 +67,43 @@ class FormatState:
     def advance(self, token: int) -> bool:
         """Take in one more token.
 
-        Returns False, and changes nothing, if the format does not allow it, or has ended.
+        Returns False, and changes nothing, if the format does not allow it, or has ended or failed.
         """
         if token in self._end_ids or self._matcher.is_stopped():
             return False
-        return int(self._matcher.try_consume_tokens([token])) == 1
+        if int(self._matcher.try_consume_tokens([token])) != 1:
+            return False
+        self._tokens.append(token)
+        return True
 
     def valid(self, tokens: Sequence[int]) -> int:
         """Return the number of leading tokens that the format allows one after another."""
         until = next((at for at, token in enumerate(tokens) if token in self._end_ids), len(tokens))
-        return 0 if self._matcher.is_stopped() else int(self._matcher.validate_tokens(list(tokens[:until])))
+        if self._matcher.is_stopped():
+            return 0
+        allowed = int(self._matcher.validate_tokens(list(tokens[:until])))
+        self.rollback(0)
+        return allowed
 
     def rollback(self, tokens: int) -> None:
-        """Forget the last tokens."""
-        self._matcher.rollback(tokens)
+        """Forget the last tokens, and a failure after them."""
+        del self._tokens[len(self._tokens) - tokens :]
+        if self._matcher.is_error() or (tokens and not self._matcher.rollback(tokens)):
+            self.restart()
 
     def follow(self, tokens: Iterable[int]) -> None:
         """Take in committed tokens."""
-        for token in tokens:
-            if not self.advance(token):
-                break
+        committed = list(tokens)
+        taken = next((at for at, token in enumerate(committed) if not self.advance(token)), len(committed))
+        if self._matcher.is_error():
+            self._tokens.extend(committed[taken:])
+            self.restart()
+
+    def restart(self) -> None:
+        """Follow all tokens again with another matcher."""
+        self._matcher = self._compile_again()
+        until = next((at for at, token in enumerate(self._tokens) if token in self._end_ids), None)
+        self._matcher.try_consume_tokens(self._tokens[:until])
 
     @staticmethod
     def _has(mask: torch.Tensor, token: int) -> bool:
@@ -116,7 +144,17 @@ class Formats:
         self._compiled[wanted] = compiled
         while len(self._compiled) > KEPT_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
-        return FormatState(compiled.deep_copy(), -(-self._vocab // 32), self._end_ids, self._end_ids[0])
+        return FormatState(
+            compiled.deep_copy(),
+            functools.partial(self._compile_again, wanted),
+            -(-self._vocab // 32),
+            self._end_ids,
+            self._end_ids[0],
+        )
+
+    def _compile_again(self, wanted: OutputFormat) -> Any:
+        self._compiled.pop(wanted, None)  # new requests must not share what has failed
+        return matcher_of(wanted, self._tokenizer)
 
 
 def matcher_of(wanted: OutputFormat, tokenizer: Any) -> Any:
