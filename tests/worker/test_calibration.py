@@ -4,6 +4,7 @@ allows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from worker_svc.engine.calibration import (
     measure_prefill,
     measure_rounds,
 )
+from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.plan import Piece, Plan
 
 pytestmark = pytest.mark.usefixtures("by_kernels_and_by_torch")
 
@@ -70,6 +73,28 @@ def test_no_measurement_leaves_the_contexts_that_there_can_be(
     engine = load_pair(*pair, device=device, slots=SLOTS, max_length=max_length, max_draft_len=2)
     assert engine.lengths.plain(1) > 0 and engine.lengths.step(1) > 0
     engine.check()
+
+
+@pytest.mark.parametrize("max_length", [1, 2, 3, 5, 9, MAX_LENGTH])
+def test_no_row_is_measured_beyond_the_longest_context(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    """Drafts may be as long as the longest context."""
+    target, draft = models(pair, device, max_length=max_length)
+    ends: list[int] = []
+    for model in (target, draft):
+
+        def plan(pieces: Sequence[Piece], planned: Callable[..., Plan] = model.planner.plan) -> Plan:
+            ends.extend(piece.start + piece.tokens for piece in pieces)
+            return planned(pieces)
+
+        monkeypatch.setattr(model.planner, "plan", plan)
+    arguments = seconds_by_reading(monkeypatch) | {"max_length": max_length}
+    rounds = measure_rounds(target, deepest=1 + max_length, **arguments)
+    steps = measure_draft_steps(draft, **arguments)
+    assert max(ends) == max_length
+    assert rounds.counts[-1] == SLOTS * max_length
+    assert steps.counts[-1] == SLOTS * min(FIRST_STEP_ROWS, max_length)
 
 
 def test_where_time_is_over_each_size_was_measured_twice(

@@ -96,8 +96,12 @@ def _measure(
     short, long = min(SHORT, max_length // 2), min(KV_TILE, max_length) - steps
     pool = model.pool
     many = min(slots, _room(pool, long, 1, steps))
-    # Rows of up to `slots` sequences, as a round has them; and one row of each in short and in long contexts.
-    shapes = [(-(-count // per), per, short) for count in counts for per in (-(-count // min(count, slots)),)]
+    # Rows of up to `slots` sequences, as a round has them; and one row of each in short and in long contexts. Those of
+    # long drafts begin earlier where they would leave the longest context.
+    shapes = []
+    for count in counts:
+        per = min(-(-count // min(count, slots)), max_length)
+        shapes.append((min(slots, -(-count // per)), per, min(short, max_length - per)))
     shapes += [(many, 1, short), (many, 1, long)]
     seconds: dict[tuple[int, int, int], float] = {}
     for turn in range(TURNS):
@@ -119,9 +123,9 @@ def _measure(
         if start > short and before is not None:
             key_s = max(0.0, (took - before) / (sequences * (start - short)))
     by_rows = {
-        sequences * per: max(1e-6, took - key_s * sequences * (short + per))
+        sequences * per: max(1e-6, took - key_s * sequences * (start + per))
         for (sequences, per, start), took in seconds.items()
-        if start == short
+        if start <= short
     }
     if not by_rows:
         return CostTable([1], [1e-3])
