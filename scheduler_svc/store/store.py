@@ -466,7 +466,7 @@ class Store:
                 if unfinished:
                     yield unfinished
         if leads:
-            self.tails.newest, self.tails.has_entries = log.newest, bool(log.newest)
+            self.tails.all_read(log)
             self.tails_are_read = True
 
     async def read_tails(self) -> None:

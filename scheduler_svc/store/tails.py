@@ -136,6 +136,13 @@ class Tails:
         if rows:
             self.unfolded[stored.request_id] = Unfolded(rows[0].entry, rows[0].at_ms, self.written_bytes)
 
+    def all_read(self, log: Log) -> None:
+        """Note that all unfinished requests were read, and continued by this log. They came in the order of arrival,
+        which is not that of their rows.
+        """
+        self.newest, self.has_entries = log.newest, bool(log.newest)
+        self.unfolded = dict(sorted(self.unfolded.items(), key=lambda item: item[1].entry))
+
     def continued(self, stored: StoredRequest) -> StoredRequest:
         """Return a request, as its own keys have it, with what the log has of it."""
         tail = self.by_id.get(stored.request_id)

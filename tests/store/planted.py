@@ -227,6 +227,12 @@ MISTAKES = (
         ".entry if self.unfolded else number",
         ".entry + 1 if self.unfolded else number",
     ),
+    Mistake(
+        "a new leader has rows in the order of arrival",
+        "tails.py",
+        "dict(sorted(self.unfolded.items(), key=lambda item: item[1].entry))",
+        "self.unfolded",
+    ),
     Mistake("any lease may commit", "tails.py", " and planned.lease_epoch == commit.lease_epoch", ""),
     Mistake(
         "a row behind a gap",

@@ -124,6 +124,37 @@ async def test_a_new_leader_that_has_read_nothing_reads_before_it_writes(
     assert await One(other).commit(a_commit(position=3)) is OK
 
 
+async def test_a_new_leader_keeps_the_rows_of_a_request_that_arrived_later(
+    open_store: OpenStore, client: redis_client.Redis
+) -> None:
+    """Requests arrive in another order than that of their first rows. Two changes of leader come before anything is
+    folded.
+    """
+    now = [NOW_S]
+    first = open_store(clock=lambda: now[0])
+    await first.acquire_leadership(owner="a:1", lease_s=60)
+    await accept(first, a_request("r1"), a_request("r2"))
+    await lease(first, "r1")
+    await lease(first, "r2")
+    await One(first).commit(a_commit("r2"))
+    now[0] += 3
+    await One(first).commit(a_commit("r1"))
+    await first.resign()
+
+    second = open_store(clock=lambda: now[0])
+    await second.acquire_leadership(owner="b:1", lease_s=60)
+    assert len(await unfinished(second)) == 2
+    await One(second).commit(a_commit("r1", position=3))
+    assert await entries(second, client) == ["1-0", "2-0", "3-0"], "r2 needs its own"
+    now[0] += 2.1
+    await One(second).commit(a_commit("r1", position=6))
+    assert await folded_tokens(second, client, "r2") == 3, "it is due before r1"
+    assert await folded_tokens(second, client, "r1") == 0
+
+    third = await take_over(open_store, second)
+    assert [len(stored.committed_ids) for stored in await unfinished(third)] == [9, 3]
+
+
 class TestFolding:
     async def test_comes_five_seconds_later_and_then_the_entries_go(
         self, open_store: OpenStore, client: redis_client.Redis

@@ -737,6 +737,7 @@ class Protocol(RuleBasedStateMachine):
             return
         self.the_log_only_grows_and_an_end_stays()
         self.the_books_balance()
+        self.leaders_have_unfolded_rows_in_order()
 
     def the_log_only_grows_and_an_end_stays(self) -> None:
         expected = self.expected
@@ -793,6 +794,12 @@ class Protocol(RuleBasedStateMachine):
         assert int(tenants or 0) == len(on_record)
         reserved = sum(len(stored.prompt_ids) + stored.max_tokens for stored in on_record)
         assert int(self.run(self.client.get(keys.reserved())) or 0) == reserved
+
+    def leaders_have_unfolded_rows_in_order(self) -> None:
+        """The entry of the first one is where an append cuts the log."""
+        for scheduler in self.those(leads):
+            rows = [oldest.entry for oldest in scheduler.store.tails.unfolded.values()]
+            assert rows == sorted(rows), "an append would remove rows that are needed"
 
     def teardown(self) -> None:
         """Bring each request to its missing end with a last scheduler, which finds everything."""
