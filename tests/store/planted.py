@@ -249,7 +249,7 @@ MISTAKES = (
     Mistake(
         "progress that continues a request is not kept for its fold",
         "tails.py",
-        "                tail.tokens.extend(commit.tokens)\n",
+        "                tail.tokens.fromlist(list(commit.tokens))  # `extend` takes twice as long for a few of them\n",
         "",
     ),
     Mistake(
