@@ -294,6 +294,9 @@ class Loop:
         await self._write_and_decide(turn)
         for chore in turn.chores:
             await chore()
+        if self.outage.stuck:  # this turn waited, and has written nothing since: nothing waits any more
+            self.roster.excuse(self.clock())
+            self.outage.stuck = False
         self._load_log.add(*metrics.observe_turn(turn.events))
 
     # Collect.

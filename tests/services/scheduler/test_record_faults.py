@@ -147,6 +147,26 @@ async def test_an_idle_leader_notices_an_emptied_record_too(
         assert await scheduler.store.last_sequence() == 1
 
 
+async def test_an_idle_leader_that_had_to_wait_until_its_lead_was_confirmed_admits_again(
+    operator: redis_client.Redis, start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs, so no write comes after the confirmation, and the priors are saved much later."""
+    scheduler = await start_own(priors_save_s=600.0)
+    outage = scheduler.leadership.outage
+
+    async def no_answer() -> None:
+        monkeypatch.undo()
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(scheduler.store, "reclaimed", no_answer)
+    async with gateway(scheduler.address) as client:
+        await operator.flushall()
+        await scheduler.leadership.write_back()
+
+        await wait_until_async(lambda: not outage.on, description="the outage is over")
+        assert (await client.submit("r1")).accepted.request_id == "r1"
+
+
 async def test_what_a_crash_of_the_server_took_is_written_again(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
