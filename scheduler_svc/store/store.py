@@ -264,7 +264,7 @@ class Store:
         if written_back:
             self.tails.all_folded()
         else:
-            self.tails_are_read = False
+            self._forget_copy()
 
     async def resign(self) -> None:
         """Stop leading, so that a standby need not wait for the lease to expire. The lease of another leader

@@ -573,6 +573,8 @@ class TestLoss:
         await other.acquire_leadership(owner="other:1", lease_s=60)
 
         assert [stored.committed_ids for stored in await unfinished(other)] == [(11, 12, 13)]
+        assert await One(other).commit(a_commit(position=3)) is OK
+        assert await entries(other, client) == ["1-0", "2-0"], "it goes on with the log"
 
 
 async def test_a_record_of_the_layout_before_is_read_and_goes_on(
