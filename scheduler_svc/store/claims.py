@@ -99,6 +99,14 @@ class Claims:
         """Note that a request is on the record: its claim stays."""
         self._ended.discard(self._keys.claim(self.expire_together(request)) or "")
 
+    def attached(self, request: NewRequest, request_id: str) -> None:
+        """Note that a submission was answered with the earlier request `request_id`. It has renewed the claim, which
+        does not stay for one that has ended.
+        """
+        claim = self._keys.claim(self.key_of(request))
+        if claim is not None and request_id not in self.expires_with:
+            self._ended.add(claim)
+
     def let_go(self, request_id: str) -> None:
         """Forget a request that has ended."""
         claim = self._keys.claim(self.expires_with.pop(request_id, ""))

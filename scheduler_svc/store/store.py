@@ -321,6 +321,8 @@ class Store:
                 )
             elif result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
                 refused.append((request.request_id, self.claims.key_of(request)))
+            else:
+                self.claims.attached(request, result.request_id)
             results.append(result)
         await self.claims.release(refused)
         return results

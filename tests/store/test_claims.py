@@ -115,6 +115,37 @@ async def test_the_claim_outlives_the_ended_request_a_little(
     assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
 
 
+@pytest.mark.parametrize(
+    ("body_hash", "status"), [("b", SubmitStatus.ATTACHED), ("other", SubmitStatus.CONFLICT)]
+)
+async def test_a_submission_with_the_key_of_an_ended_request_does_not_prolong_the_claim_by_days(
+    open_shard: OpenShard, client: redis_client.Redis, body_hash: str, status: SubmitStatus
+) -> None:
+    store = await open_shard()
+    await accept(store, keyed("r1"))
+    await One(store).finish(a_finish("r1"))
+    await store.settle_claims()
+    [result] = await store.submit([keyed("r2", body_hash=body_hash)])
+    assert (result.status, result.request_id) == (status, "r1")
+    await store.settle_claims()
+
+    [claim] = await claims(client)
+    assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
+
+
+async def test_a_submission_with_the_key_of_an_unfinished_request_leaves_the_claim(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    store = await open_shard()
+    await accept(store, keyed("r1"))
+    [result] = await store.submit([keyed("r2")])
+    assert result.status is SubmitStatus.ATTACHED
+    await store.settle_claims()
+
+    [claim] = await claims(client)
+    assert await client.ttl(claim) > TTL_S + CLAIM_SLACK_S
+
+
 async def test_a_key_that_is_used_anew_is_not_let_go_for_the_request_before(
     open_shard: OpenShard, client: redis_client.Redis
 ) -> None:
