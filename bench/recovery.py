@@ -6,14 +6,16 @@ working copy, and its core ranks them. Measured from the moment when it has the 
 first turn, in a process that runs nothing else; the record works on another core.
 
 Columns: seconds of the clock, and of CPU in the leader's process (core `compiled` or not) and in the
-record's. `--profile` prints where a further recovery spends its time.
+record's; the longest time between two renewals of the lease, which a leader renews three times per period.
+`--profile` prints where a further recovery spends its time.
 
-Goal: less than 5 s for 100,000 requests.
+Goal: less than 5 s for 100,000 requests, and no two renewals further apart than the lease lasts.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import cProfile
 import gc
 import pstats
@@ -44,6 +46,8 @@ from scheduler_svc.store.store import Store
 
 GOAL_S = 5.0
 GOAL_REQUESTS = 100_000
+LEASE_S = 3.0
+"""The default of a scheduler."""
 SHARD = "main"
 SLOTS = 64
 FILL_TOGETHER = 512
@@ -138,6 +142,32 @@ async def fill(url: str, options: argparse.Namespace) -> None:
     await store.close()
 
 
+class Renewals:
+    """Renewals of the lease while a leader recovers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._task = asyncio.create_task(self._renew())
+        self._last_s = time.perf_counter()
+        self.longest_gap_s = 0.0
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            assert await self._store.renew_leadership()
+            self._renewed()
+
+    def _renewed(self) -> None:
+        now_s = time.perf_counter()
+        self.longest_gap_s, self._last_s = max(self.longest_gap_s, now_s - self._last_s), now_s
+
+    async def stop(self) -> None:
+        """Stop them; what has passed since the last one counts too."""
+        self._renewed()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
 async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profile | None) -> dict[str, Any]:
     """Lead, recover, and give the lead up."""
     settings = load(SchedulerSettings, {"redis_url": url, "shard": SHARD}, environ={})
@@ -149,18 +179,22 @@ async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profi
             used = await record.info("cpu")
             return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
-        assert await store.acquire_leadership(owner="new:1", lease_s=3600)
+        assert await store.acquire_leadership(owner="new:1", lease_s=LEASE_S)
         gc.collect()
         gc.freeze()
+        renewals = Renewals(store)
         cpu_s, began_record_s, began_s = time.process_time(), await record_cpu_s(), time.perf_counter()
         if profile is not None:
             profile.enable()
         loop = await leadership._recovered_loop()
         if profile is not None:
             profile.disable()
+        seconds = time.perf_counter() - began_s
+        await renewals.stop()
         row = {
             "requests": len(loop.clients.live),
-            "seconds": time.perf_counter() - began_s,
+            "seconds": seconds,
+            "longest_without_renewal_s": renewals.longest_gap_s,
             "leader_cpu_s": time.process_time() - cpu_s,
             "record_cpu_s": await record_cpu_s() - began_record_s,
             "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -185,11 +219,13 @@ def main() -> int:
             pstats.Stats(profile).sort_stats("tottime").print_stats(35).sort_stats("cumtime").print_stats(50)
     table(f"A new leader reads {options.requests} unfinished requests", rows)
     slowest_s = max(row["seconds"] for row in rows)
+    gap_s = max(row["longest_without_renewal_s"] for row in rows)
     return finish(
         rows,
         json_file=options.json,
-        summary=f"{slowest_s:.2f} s for {options.requests} requests, the slowest of {len(rows)} (goal {GOAL_S:g} s)",
-        met=slowest_s < GOAL_S,
+        summary=f"{slowest_s:.2f} s for {options.requests} requests, the slowest of {len(rows)} (goal {GOAL_S:g} s); "
+        f"at most {gap_s:.2f} s between two renewals of the lease (goal {LEASE_S:g} s)",
+        met=slowest_s < GOAL_S and gap_s < LEASE_S,
         about=about("recovery", sys.argv[1:]),
     )
 

@@ -88,6 +88,14 @@ class Scheduler:
         place(self._shard, ledger, self.settings, self.priors, self._router)
         return ledger.commands(self.settings)
 
+    def recover(self, now_s: float, requests: Iterable[Recovered]) -> None:
+        """Enter requests, none of which the core has, and place nothing yet. A new leader that reads many calls this for
+        some at a time, so that it does other things in between, and `step` once after the last.
+        """
+        ledger = Ledger(self._shard, self._ranker, now_s)
+        for request in requests:
+            self._requests.recovered(request, ledger)
+
     def _publish(self, now_s: float) -> None:
         """Apply the learnt priors to waiting requests, at intervals: often at first, when every round changes
         them much.

@@ -35,6 +35,7 @@ from laps_sd.service.log import SHARD_LOAD, get_logger
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import (
     Assign,
+    Command,
     Commit,
     Drained,
     Drop,
@@ -43,7 +44,7 @@ from scheduler_svc.core.commands import (
     Rank,
     Release,
 )
-from scheduler_svc.core.events import EndRequested, Event, Recovered, WorkerDraining
+from scheduler_svc.core.events import EndRequested, Recovered, WorkerDraining
 from scheduler_svc.core.merged_rounds import MergedRounds
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.chores import Chores
@@ -214,10 +215,10 @@ class Loop:
 
     async def _recover(self) -> None:
         self._recovered_from = self.store.incarnation
-        events: list[Event] = []
         holders: set[str] = set()
         self.clients.newest_sequence = await self.store.last_sequence()
         async for chunk in self.store.load_unfinished():
+            events: list[Recovered] = []
             for stored in chunk:
                 if (
                     stored.length_features and not self.settings.predict_lengths
@@ -228,6 +229,9 @@ class Loop:
                 self.clients.adopt(live)
                 if stored.worker_id is not None:
                     holders.add(stored.worker_id)
+            # Not all of them at the end: a core that ranks 100,000 requests in one go works for longer than the lease
+            # lasts, and only between two chunks is it renewed.
+            self.core.recover(self.clock(), events)
         now_s = self.clock()  # peers may connect from now on, however long the reading took
         if self.store.record_was_empty:
             self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
@@ -239,11 +243,10 @@ class Loop:
         self.timers.at(now_s, self._observe_queue)
         if self.settings.log_load_s:
             self.timers.at(now_s + self.settings.log_load_s, self._write_load)
-        if events:
-            log.info("recovered", requests=len(events), workers=len(self.roster.workers))
-            turn = Turn(now_s, events=events)
-            self._decide(turn)
-            self._decided = turn
+        if self.clients.live:
+            log.info("recovered", requests=len(self.clients.live), workers=len(self.roster.workers))
+            self._decided = Turn(now_s)
+            self._take(self._decided, self.core.step(now_s, ()))
 
     async def run(self) -> None:
         """Run turn after turn, until `Fenced` is raised out of it."""
@@ -416,8 +419,14 @@ class Loop:
         events = self._rounds.due(turn.events, turn.now_s, self._worker_of)
         if not events and not self.core.has_suspects:
             return
-        turn.commands = self.core.step(turn.now_s, events)
-        for command in turn.commands:
+        self._take(turn, self.core.step(turn.now_s, events))
+        if events:
+            metrics.observe_estimates(self.core.estimate_errors.latest)
+
+    def _take(self, turn: Turn, commands: list[Command]) -> None:
+        """Make commands of the core those of a turn, without tokens that are on the record or being written."""
+        turn.commands = commands
+        for command in commands:
             if not isinstance(command, TRANSITIONS):
                 continue
             live = self.clients.live.get(command.request_id)
@@ -431,8 +440,6 @@ class Loop:
                     self._rounds.hurry(live.worker_id)
                 live.settling = True
             turn.transitions.append(command)
-        if events:
-            metrics.observe_estimates(self.core.estimate_errors.latest)
 
     def _worker_of(self, request_id: str) -> str | None:
         live = self.clients.live.get(request_id)

@@ -25,7 +25,7 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.handlers.requests import LOOKED_AT_PER_ARRIVAL
-from scheduler_svc.core.policies import policy_named
+from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import ALONE_AFTER
@@ -42,6 +42,45 @@ def of(scheduler: Scheduler, request_id: str) -> Explanation:
     found = scheduler.explain(request_id, 0.0)
     assert found is not None
     return found
+
+
+class TestRecovery:
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_some_at_a_time_is_as_good_as_all_in_one_step(self, policy: str) -> None:
+        """They wait, run, must run alone, and are on workers of the record that may come back."""
+        holders = [None, None, "w", None, "gone"]
+        found = [
+            Recovered(
+                request(f"r{n}", n, max_tokens=100 + 50 * (n % 7)),
+                emitted=4 * (n % 5),
+                rounds=n % 5,
+                drafted=5 * (n % 5),
+                accepted=3 * (n % 5),
+                attained_s=0.1 * (n % 5),
+                preemptions=0,
+                worker_id=holders[n % 5],
+                lease_epoch=1,
+                deaths=ALONE_AFTER if n == 8 else 0,
+            )
+            for n in range(20)
+        ]
+        at_once, by_threes = core(policy), core(policy)
+        commands = [at_once.step(1.0, found)]
+        for first in range(0, len(found), 3):
+            by_threes.recover(1.0, found[first : first + 3])
+            by_threes.check()
+        others = [by_threes.step(1.0, [])]
+        workers = [replace(W, slots=3), replace(W, worker_id="v", slots=2)]
+        for now_s, event in enumerate([*(WorkerUp(facts, ()) for facts in workers), WorkerLost("gone")]):
+            commands.append(at_once.step(2.0 + now_s, [event]))
+            others.append(by_threes.step(2.0 + now_s, [event]))
+
+        assert others == commands
+        assert any(isinstance(command, Lease) for some in commands for command in some)
+        assert by_threes.queue(9.0, 20) == at_once.queue(9.0, 20)
+        assert by_threes.totals() == at_once.totals()
+        for n in range(20):
+            assert by_threes.explain(f"r{n}", 9.0) == at_once.explain(f"r{n}", 9.0)
 
 
 class TestRecentFiguresOfAWorker:

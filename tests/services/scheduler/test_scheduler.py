@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -22,11 +22,12 @@ from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc.__main__ import steady_unix_clock
-from scheduler_svc.leader.loop import MAX_TURN
+from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.turn import FromGateway, FromWorker
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.records import NewRequest, SubmitResult
+from scheduler_svc.store.records import NewRequest, StoredRequest, SubmitResult
+from scheduler_svc.store.store import Store
 from tests.helpers import wait_until_async
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import SchedulerUnderTest, gateway, worker
@@ -287,6 +288,39 @@ async def test_a_new_leader_goes_on_from_the_record_and_takes_what_the_worker_of
         tokens, end = await client.read("r1-client")
         assert tokens == [11, 12, 13, 14]
         assert end.kind == STOP
+
+
+async def test_a_new_leader_enters_requests_into_its_core_while_it_reads_them(
+    start: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two chunks the lease is renewed. With all of many requests at the end, it would run out."""
+    first = await start()
+    async with gateway(first.address) as client:
+        for number in range(5):
+            await client.submit(f"r{number}", submission_id=number, keep=True)
+    await first.crash()
+
+    loops: list[Loop] = []
+    entered: list[int] = []
+    recover, load_unfinished = Loop.recover, Store.load_unfinished
+
+    async def recover_it(loop: Loop) -> None:
+        loops.append(loop)
+        await recover(loop)
+
+    async def load_them(store: Store) -> AsyncIterator[list[StoredRequest]]:
+        async for chunk in load_unfinished(store):
+            yield chunk
+            entered.append(loops[-1].core.totals().queued)
+
+    monkeypatch.setattr("scheduler_svc.store.reading.READ_CHUNK", 2)
+    monkeypatch.setattr(Loop, "recover", recover_it)
+    monkeypatch.setattr(Store, "load_unfinished", load_them)
+    second = await start()
+
+    assert entered == [2, 4, 5]
+    async with worker(second.address, slots=5) as gpu:
+        await gpu.assigned(*(f"r{number}" for number in range(5)))
 
 
 async def test_a_standby_names_the_leader_and_takes_over_when_it_is_gone(start: StartScheduler) -> None:
