@@ -225,16 +225,16 @@ def _overtake(shard: Shard, ledger: Ledger, head: _QueueHead) -> None:
     while at < len(shard.queued):
         request, fresh = head.at(at)
         key = request.key_now if fresh else last_of_class(request.key_now)
-        full_lists = shard.worker_orders.full_lists_after(key)
         worker = None
         if request.longest_tokens < too_long:
+            full_lists = shard.worker_orders.full_lists_after(key)
             worker = next((worker for worker in full_lists if worker.holds(request)), None)
         if worker is not None:
             if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
                 refreshed += 1  # compare like with like: look again
             else:
                 ledger.lease(request, worker)
-        elif next(shard.worker_orders.full_lists_after(key), None) is None:
+        elif not shard.worker_orders.some_full_list_after(key):
             return
         else:
             at += 1  # unequal workers: this one waits for a larger one

@@ -44,7 +44,7 @@ class WorkerOrders:
         self._cuts: Ranked[_Cut] = Ranked()
         self._cut_of: dict[str, _Cut] = {}
         self.cut_may_differ: dict[str, Worker] = {}
-        """Workers whose list or whose members' ranks changed since the last call of `full_lists_after`."""
+        """Workers whose list or whose members' ranks changed since the cuts were last read."""
 
     def list_length(self, worker: Worker) -> int:
         """Return the length its list should have while the queue can fill it."""
@@ -87,11 +87,14 @@ class WorkerOrders:
         """Return the workers with a full list in whose first part a request with this key would be, the worst
         list first.
         """
-        for worker in self.cut_may_differ.values():
-            self._refresh_cut(worker)
-        self.cut_may_differ.clear()
+        self._refresh_cuts()
         behind = takewhile(lambda cut: cut[:3] >= key, reversed(self._cuts))
         return map(lambda cut: self._workers[cut[3]], behind)  # noqa: C417  # lazy when compiled, too
+
+    def some_full_list_after(self, key: OrderKey) -> bool:
+        """Return whether there is such a worker."""
+        self._refresh_cuts()
+        return bool(self._cuts) and self._cuts.at(len(self._cuts) - 1)[:3] >= key
 
     def list_changed(self, worker: Worker) -> None:
         """Update the orders after a change of a worker's list, or of whether it takes work."""
@@ -120,6 +123,11 @@ class WorkerOrders:
     def _load(self, worker: Worker) -> _Load:
         used = len(worker.members) / worker.slots
         return (self.stage(worker), self.turn_s(worker), used, worker.worker_id)
+
+    def _refresh_cuts(self) -> None:
+        for worker in self.cut_may_differ.values():
+            self._refresh_cut(worker)
+        self.cut_may_differ.clear()
 
     def _refresh_cut(self, worker: Worker) -> None:
         cut = self._cut(worker)
