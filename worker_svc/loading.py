@@ -54,7 +54,9 @@ def _model_engine(settings: WorkerSettings) -> Engine:
         import torch
         from transformers.utils import logging as model_logging
 
+        from worker_svc.engine.engine import is_out_of_memory
         from worker_svc.engine.load import load_engine
+        from worker_svc.engine.models.errors import first_line
         from worker_svc.engine.options import LoadOptions
     except ImportError as error:
         raise StartupError(
@@ -93,6 +95,13 @@ def _model_engine(settings: WorkerSettings) -> Engine:
         engine = load_engine(target, draft, options)
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(f"The model pair cannot be served: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartupError(
+            f"The device has no memory for the model pair and its KV ({first_line(error)}): set a smaller "
+            "LAPS_SD_KV_MEMORY_BYTES (or LAPS_SD_KV_BLOCKS), LAPS_SD_SLOTS or LAPS_SD_CONTEXT_TOKENS, or serve smaller models."
+        ) from error
     if engine.all_by_kernels:  # what is left for torch is small
         torch.set_num_threads(1)
     return engine

@@ -237,7 +237,7 @@ class SpeculativeEngine:
                 # not count, so that only the draft's lengths must be restored.
                 for place, length in drafts:
                     place.length = length
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     if "CUDA error" in str(error):  # sticky: every later call fails too
                         raise DeviceFailed(str(error).splitlines()[0]) from error
                     raise
@@ -285,7 +285,7 @@ class SpeculativeEngine:
         )
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Return True for a shortage of memory, which the CPU's allocator reports in its message only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "t allocate memory" in str(error)

@@ -110,6 +110,33 @@ def test_without_vllm_the_sentence_names_the_environment(
         load(vllm(target=Path(DEMO / "target")))
 
 
+@pytest.mark.parametrize(
+    ("kv_blocks", "reason"), [(2 * 10**7, "can't allocate memory: you tried to allocate"), (10**15, "MemoryError")]
+)  # fmt: skip
+def test_kv_that_the_memory_cannot_hold_is_one_sentence(kv_blocks: int, reason: str) -> None:
+    """No address space holds the pool, or even a byte for each block."""
+    sizes = {"kv_blocks": kv_blocks, "block_size": 4096, "drafter": "none", "length_probe": False}
+    settings = load_settings(WorkerSettings, {"threads": 1, **sizes}, environ={})
+    with pytest.raises(StartupError) as refused:
+        load(settings)
+    sentence = str(refused.value)
+    assert sentence.startswith("The device has no memory for the model pair and its KV (")
+    assert reason in sentence
+    assert "set a smaller LAPS_SD_KV_MEMORY_BYTES" in sentence
+    assert "\n" not in sentence
+
+
+def test_another_error_while_a_model_is_loaded_is_no_shortage_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the kernel is wrong")
+
+    monkeypatch.setattr("worker_svc.engine.load.load_engine", fails)
+    with pytest.raises(RuntimeError, match="the kernel is wrong"):
+        load(load_settings(WorkerSettings, {"threads": 1}, environ={}))
+
+
 @pytest.mark.skipif(not kernels.USABLE, reason="no kernels")
 @pytest.mark.parametrize(
     ("values", "words"),
