@@ -5,8 +5,10 @@ log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from redis import exceptions as redis_errors
 
@@ -17,8 +19,17 @@ from scheduler_svc.store.records import StoredRequest
 from scheduler_svc.store.scripts import MAX_ENTRIES
 from scheduler_svc.store.transport import Transport
 
+K = TypeVar("K")
+T = TypeVar("T")
+_Found = tuple[str, dict[bytes, bytes]]
+"""A request's id and its hash, empty where there is none."""
+
 READ_CHUNK = 128
 """Requests read together: bounds the time for which one read blocks the server for others."""
+READ_TOKENS = 1 << 20
+"""Tokens of prompts and outputs read together, or one request with more: bounds the time for which the caller handles
+them, in which the timeout of the next read runs.
+"""
 _INDEX_CHUNK = 4096
 """Request ids that are read together."""
 _LOG_CHUNK = 64
@@ -39,43 +50,52 @@ class Reader:
 
         `payload`: False leaves out prompt, submission, features, names of blocks and story.
         """
-        # Not in a transaction, which a full server refuses. The hash is read first: tokens are only ever
-        # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is
-        # committed in between.
-        count = len(request_ids)
-        commands = [("HGETALL", self._keys.request(request_id)) for request_id in request_ids]
-        if payload:
-            commands += [("HGETALL", self._keys.payload(request_id)) for request_id in request_ids]
-        hashes = [_hash(reply) for reply in await self._transport.read(commands)]
-        found = dict(zip(request_ids, hashes[:count], strict=True))
-        payloads = hashes[count:] if payload else [{}] * count
-        # Most of many requests wait and have no tokens; each reply costs time.
-        begun = [request_id for request_id, fields in found.items() if fields.get(b"committed", b"0") != b"0"]
-        replies = await self._transport.read([("GET", self._keys.tokens(request_id)) for request_id in begun])
-        tokens = dict(zip(begun, replies, strict=True))
-        return [
-            stored_request(request_id, found[request_id], tokens.get(request_id), its_payload)
-            for request_id, its_payload in zip(request_ids, payloads, strict=True)
-        ]
+        found: list[StoredRequest | None] = []
+        for some in _groups(await self._hashes(request_ids), payload=payload):
+            found += await self._completed(some, payload=payload)
+        return found
 
     async def unfinished(self) -> AsyncGenerator[list[StoredRequest], None]:
         """Yield all unfinished requests as their own keys hold them, in the order of arrival, a chunk at a
         time. The server reads the next chunk while the caller handles one.
         """
-        reading: deque[asyncio.Task[list[StoredRequest | None]]] = deque()
-        try:
-            async for request_ids in self.index():
-                reading.append(asyncio.create_task(self.requests(request_ids)))
-                if len(reading) > 1:
-                    yield _unfinished(await reading.popleft())
-            while reading:
-                yield _unfinished(await reading.popleft())
-        finally:
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
+        async with contextlib.aclosing(_ahead(self._unfinished_groups(), self._completed)) as chunks:
+            async for chunk in chunks:
+                yield [request for request in chunk if request is not None and request.end is None]
 
-    async def index(self) -> AsyncIterator[list[str]]:
+    async def _unfinished_groups(self) -> AsyncGenerator[list[_Found], None]:
+        async with contextlib.aclosing(_ahead(self.index(), self._hashes)) as chunks:
+            async for hashes in chunks:
+                for some in _groups(hashes, payload=True):
+                    yield some
+
+    async def _hashes(self, request_ids: Sequence[str]) -> list[_Found]:
+        """Return requests with their hashes."""
+        replies = await self._transport.read(
+            [("HGETALL", self._keys.request(request_id)) for request_id in request_ids]
+        )
+        return list(zip(request_ids, map(_hash, replies), strict=True))
+
+    async def _completed(
+        self, found: Sequence[_Found], *, payload: bool = True
+    ) -> list[StoredRequest | None]:
+        """Return requests whose hashes were read, with the rest of them."""
+        # Not in a transaction, which a full server refuses. The hash was read first: tokens are only ever
+        # appended, so the first tokens, by the count in the hash, are those of its moment, whatever is
+        # committed in between.
+        commands = [("HGETALL", self._keys.payload(request_id)) for request_id, _ in found] if payload else []
+        # Most of many requests wait and have no tokens; each reply costs time.
+        begun = [request_id for request_id, fields in found if fields.get(b"committed", b"0") != b"0"]
+        commands += [("GET", self._keys.tokens(request_id)) for request_id in begun]
+        replies = await self._transport.read(commands)
+        payloads = [_hash(reply) for reply in replies[: len(found)]] if payload else [{}] * len(found)
+        tokens = dict(zip(begun, replies[len(commands) - len(begun) :], strict=True))
+        return [
+            stored_request(request_id, fields, tokens.get(request_id), its_payload)
+            for (request_id, fields), its_payload in zip(found, payloads, strict=True)
+        ]
+
+    async def index(self) -> AsyncGenerator[list[str], None]:
         """Yield the ids of all unfinished requests in the order of arrival, READ_CHUNK at a time."""
         newest = 0.0
         while True:
@@ -155,5 +175,37 @@ def _hash(reply: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(fields, fields, strict=True))
 
 
-def _unfinished(requests: list[StoredRequest | None]) -> list[StoredRequest]:
-    return [request for request in requests if request is not None and request.end is None]
+def _groups(found: Sequence[_Found], *, payload: bool) -> Iterator[list[_Found]]:
+    """Yield requests in their order, together as long as they have READ_TOKENS at most; `payload`: with prompts."""
+    some: list[_Found] = []
+    tokens = 0
+    for one in found:
+        its_tokens = int(one[1].get(b"committed", b"0"))
+        if payload:
+            its_tokens += int(one[1].get(b"prompt_tokens", b"0"))
+        if some and tokens + its_tokens > READ_TOKENS:
+            yield some
+            some, tokens = [], 0
+        some.append(one)
+        tokens += its_tokens
+    if some:
+        yield some
+
+
+async def _ahead(
+    wanted: AsyncGenerator[K, None], read: Callable[[K], Coroutine[Any, Any, T]]
+) -> AsyncGenerator[T, None]:
+    """Yield what is read of each that is wanted. The next one is read while the caller handles one."""
+    reading: deque[asyncio.Task[T]] = deque()
+    async with contextlib.aclosing(wanted):
+        try:
+            async for one in wanted:
+                reading.append(asyncio.create_task(read(one)))
+                if len(reading) > 1:
+                    yield await reading.popleft()
+            while reading:
+                yield await reading.popleft()
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)

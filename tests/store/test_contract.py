@@ -1293,6 +1293,26 @@ class TestRecovery:
             ((), None),
         ]
 
+    async def test_few_long_prompts_are_read_together(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is read takes time to handle, while the timeout of the next read runs."""
+        monkeypatch.setattr("scheduler_svc.store.reading.READ_TOKENS", 6)
+        lengths = [3, 3, 3, 20, 1, 1, 1]
+        await accept(
+            store, *(a_request(f"r{n}", prompt_ids=tuple(range(count))) for n, count in enumerate(lengths))
+        )
+        await lease(store, "r4")
+        await One(store).commit(a_commit("r4"))
+        await fold(store)
+        chunks = [
+            [(len(one.prompt_ids), len(one.committed_ids)) for one in chunk]
+            async for chunk in store.load_unfinished()
+        ]
+
+        assert chunks == [[(3, 0), (3, 0)], [(3, 0)], [(20, 0)], [(1, 3), (1, 0), (1, 0)]]
+        assert list(await store.read_all([f"r{n}" for n in range(7)])) == [f"r{n}" for n in range(7)]
+
     async def test_many_requests_come_in_chunks_in_the_order_of_arrival(self, store: Store) -> None:
         await accept(store, *(a_request(f"r{n}") for n in range(300)))
         chunks = [chunk async for chunk in store.load_unfinished()]
