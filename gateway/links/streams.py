@@ -7,7 +7,7 @@ happens on the link, each of its tokens is returned once and in order:
 * a delivery that repeats known tokens is cut down to the new ones;
 * a delivery that leaves a gap is discarded; the stream sends another Attach from its next token;
 * a delivery that does not fit the buffer is taken as far as it fits; the rest is requested after the client
-  has read on;
+  has read on. Until then the stream is paused: it stays attached, and what arrives for it is discarded;
 * after a broken link `reconnected` sends everything again: unanswered submissions, then attachments at their
   next token;
 * a request that the scheduler does not know any more is submitted again with the tokens that were shown.
@@ -122,14 +122,12 @@ class Streams:
     # ---- events of the link
 
     def reconnected(self, now: float) -> list[Message]:
-        """Return all messages that a leader needs after its greeting, oldest stream first."""
+        """Return all messages that a leader needs after its greeting, oldest stream first.
+
+        Paused streams are among them: a leader ends a request that no client is attached to.
+        """
         self._left.clear()
-        messages = []
-        for stream in self:
-            if stream.over or stream.paused:
-                continue
-            messages.append(self._question(stream, now))
-        return messages
+        return [self._question(stream, now) for stream in self if not stream.over]
 
     def tick(self, now: float) -> list[Message]:
         """Return the messages that are due to be sent again. Call it about once a second while the link is

@@ -62,6 +62,29 @@ class TestAfterTheSchedulerDied:
         assert successor.all_heard("submit") == []
         assert len(running.link.streams) == 0
 
+    async def test_a_stream_that_its_client_reads_slowly_is_attached_before_the_client_has_read(
+        self, scheduler: FakeScheduler, start_scheduler: StartGateway
+    ) -> None:
+        link = ShardLink(fast_settings((scheduler.address,), stream_buffer_tokens=4), "s0")
+        run = asyncio.create_task(link.run())
+        stream = link.submit(link_pb2.Submit(request_id="s0.a", tenant="t"), deadline=None)
+        await link.accepted(stream, wait_s=10)
+        scheduler.commit("s0.a", tokens(0, 10))
+        await wait_until_async(lambda: stream.paused, description="a full buffer", every_s=0.005)
+        await scheduler.kill()
+        successor: FakeScheduler = await start_scheduler(scheduler.record, port=scheduler.port, epoch="2-b")
+        attach = await successor.wait_heard("attach")
+        read = link.take(stream, 0.0).token_ids
+        successor.commit("s0.a", (), Kind.KIND_LENGTH)
+        while stream.end is None or stream.waiting.token_ids:
+            await wait_until_async(lambda: stream.has_news, description="the rest", every_s=0.005)
+            read += link.take(stream, 0.0).token_ids
+        run.cancel()
+        await asyncio.wait([run])
+
+        assert (attach.request_id, attach.from_token) == ("s0.a", 4)
+        assert read == tokens(0, 10)
+
     async def test_many_streams_go_on_through_many_deaths(
         self, scheduler: FakeScheduler, start_gateway: StartGateway, start_scheduler: StartGateway
     ) -> None:

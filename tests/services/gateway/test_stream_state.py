@@ -234,6 +234,8 @@ def test_a_new_link_gets_the_question_of_each_state(state: StreamState) -> None:
     assert kinds == {
         S.SUBMITTING: ["submit"],
         S.RESTORING: ["submit"],
+        S.RESTORING_PAUSED: ["submit"],
         S.ATTACHING: ["attach"],
         S.OPEN: ["attach"],
+        S.PAUSED: ["attach"],
     }.get(state, [])

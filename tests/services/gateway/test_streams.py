@@ -187,6 +187,26 @@ def test_a_stream_that_is_over_asks_for_nothing() -> None:
     assert streams.close(stream) == []
 
 
+def test_a_paused_stream_is_attached_again_and_still_reads_at_its_own_pace() -> None:
+    """A leader ends requests that no client is attached to, also if the client is only slow."""
+    streams, stream = accepted_streams()
+    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", token_ids=TOKENS), 1.0)
+
+    (attach,) = streams.reconnected(2.0)
+    assert (attach.attach.attachment_id, attach.attach.from_token) == ("g/1", 10)
+    (again,) = streams.tick(2.0 + ASK_AGAIN_S)
+    answer = link_pb2.AttachReply(
+        attach_id=again.attach.attach_id, result=link_pb2.AttachReply.RESULT_ATTACHED
+    )
+    assert streams.on_attach_reply(answer, 8.0) == []
+    rest = link_pb2.Delivery(request_id="s0.a", first_token=10, token_ids=TOKENS[10:])
+    assert streams.on_delivery(rest, 8.0) == []
+    assert stream.paused
+    batch, (attach,) = streams.take(stream, 9.0)
+
+    assert (batch.token_ids, attach.attach.from_token) == (TOKENS[:10], 10)
+
+
 def test_closing_twice_is_closing_once() -> None:
     streams, stream = accepted_streams()
 
