@@ -72,6 +72,14 @@ class HttpConnections:
             del self._idle[transport]
             self._await_headers(transport, True)
 
+    def half_closed(self, transport: asyncio.BaseTransport) -> None:
+        """End a connection whose client sends nothing any more, if it awaits an answer. aiohttp closes the
+        connection too, but only once the client has read what was written: until then the request would go on
+        for nobody."""
+        awaits_headers = self._deadlines.get(transport) is not None
+        if transport in self._deadlines and not awaits_headers and transport not in self._idle:
+            cast(asyncio.Transport, transport).abort()
+
     def closed(self, transport: asyncio.BaseTransport) -> None:
         """Count a connection as closed; a repeated call does nothing."""
         self._idle.pop(transport, None)
@@ -116,7 +124,10 @@ class _Bounded(asyncio.Protocol):
             self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:
-        return self._protocol.eof_received() if self._transport is not None else None
+        if self._transport is None:
+            return None
+        self._connections.half_closed(self._transport)
+        return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
         if self._transport is not None:

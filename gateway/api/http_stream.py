@@ -144,8 +144,10 @@ class _Sender:
 
     async def _needed(self) -> None:
         """Wait until the task has something to do. During a silence, send comments that show the client a live
-        connection."""
+        connection. Raises ConnectionResetError if it is closing."""
         while True:
+            if self._transport.is_closing():
+                raise ConnectionResetError("the client has left")
             try:
                 async with asyncio.timeout_at(self._wrote_at + QUIET_S):
                     await self._needs_task.wait()

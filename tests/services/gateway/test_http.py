@@ -649,23 +649,54 @@ class TestWhatIsAskedFor:
         assert (status, answer["choices"][0]["text"]) == (200, "hello world")
 
 
+class SlowReader:
+    """A client that asked for a stream and reads little; the kernel takes little for it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, served: Served) -> None:
+        self.reader = reader
+        self.writer = writer
+        assert served.running.gateway.http is not None
+        server = served.running.gateway.http._runner.server
+        assert server is not None
+        (self.connection,) = server.connections
+        """The gateway's end of the connection."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    @classmethod
+    async def open(cls, served: Served) -> tuple[SlowReader, str]:
+        """Ask for a stream; return its client and its request."""
+        assert served.running.gateway.http is not None
+        receiver = socket.socket()
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        receiver.setblocking(False)
+        port = served.running.gateway.http.port
+        await asyncio.get_running_loop().sock_connect(receiver, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=receiver, limit=1024)
+        writer.write(octets_of({**TEXT, "stream": True}))
+        request_id = await served.scheduler.submitted()
+        return cls(reader, writer, served), request_id
+
+    @property
+    def transport(self) -> Any:
+        assert self.connection.transport is not None
+        return self.connection.transport
+
+    async def falls_behind(self, served: Served, request_id: str, *, far: bool) -> None:
+        """Wait until the gateway holds bytes for it; `far`: so many that it writes no more."""
+        self.writer.transport.pause_reading()
+
+        def behind() -> bool:
+            served.scheduler.commit(request_id, [70] * 4)
+            waiting = self.transport.get_write_buffer_size()
+            return self.connection.writing_paused if far else waiting > 4000
+
+        await wait_until_async(behind, description="bytes that wait for the client", every_s=0.002)
+
+
 async def test_a_slow_reader_of_a_stream_costs_a_bounded_buffer_and_misses_nothing(serve: Any) -> None:
     served: Served = await serve(stream_buffer_tokens=4096)
-    assert served.running.gateway.http is not None
-    receiver = socket.socket()
-    receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    receiver.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(receiver, ("127.0.0.1", served.running.gateway.http.port))
-    reader, writer = await asyncio.open_connection(sock=receiver, limit=1024)
-    writer.write(octets_of({**TEXT, "stream": True}))
-    request_id = await served.scheduler.submitted()
+    slow, request_id = await SlowReader.open(served)
     served.scheduler.replay_chunk = 4000
-    # The kernel takes little for a client that does not read.
-    server = served.running.gateway.http._runner.server
-    assert server is not None
-    for connection in server.connections:
-        assert connection.transport is not None
-        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     tokens = [40 + n % 50 for n in range(200_000)]
     for begin in range(0, len(tokens), 4000):
         served.scheduler.commit(request_id, tokens[begin : begin + 4000])
@@ -675,13 +706,37 @@ async def test_a_slow_reader_of_a_stream_costs_a_bounded_buffer_and_misses_nothi
 
     assert len(stream.waiting.token_ids) == 4096
     async with asyncio.timeout(60):
-        answer = (await reader.read()).decode()
-    writer.close()
+        answer = (await slow.reader.read()).decode()
+    slow.writer.close()
     chunks = [line for line in answer.splitlines() if line.startswith("data: {")]
     text = "".join(
         choice["text"] for line in chunks for choice in json.loads(line.removeprefix("data: "))["choices"]
     )
     assert text == served.running.model.decode(tokens)
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["behind", "far behind"])
+async def test_a_slow_reader_that_half_closes_is_detached_at_once(served: Served, far: bool) -> None:
+    slow, request_id = await SlowReader.open(served)
+    await slow.falls_behind(served, request_id, far=far)
+    slow.writer.write_eof()
+
+    assert (await served.scheduler.wait_heard("detach")).request_id == request_id
+    await nobody_left(served)
+    slow.writer.close()
+
+
+async def test_a_stream_ends_if_its_connection_closes_while_bytes_wait(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_stream, "QUIET_S", 0.02)
+    slow, request_id = await SlowReader.open(served)
+    await slow.falls_behind(served, request_id, far=False)
+    slow.transport.close()
+
+    assert (await served.scheduler.wait_heard("detach")).request_id == request_id
+    await nobody_left(served)
+    slow.writer.close()
 
 
 async def said_to(served: Served, octets: bytes) -> bytes:
