@@ -24,6 +24,11 @@ __all__ = ["Decode", "Detokenizer", "TokenDecoder"]
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+UNCUT_TOKENS = 16
+"""Tokens without a whole character at their end that are decoded again for each new one; of more, the older ones
+are dropped. Our choice."""
+CHARACTER_BYTES = 4
+"""Largest number of bytes of a character."""
 
 
 class TokenDecoder:
@@ -42,7 +47,10 @@ class TokenDecoder:
         #   window[chunk_start:]   tokens since the last place where the text ended in a whole character
         self._window: list[int] = []
         self._chunk_start = 0
+        self._earlier_start = 0  # where the chunk before begins
         self._given = 0  # characters of decode(window) returned so far
+        self._replaced = 0  # replacement characters before the window that were not returned
+        self._cut_at = UNCUT_TOKENS  # a larger window is cut
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add the next tokens; return the text by which T grew."""
@@ -55,22 +63,82 @@ class TokenDecoder:
         settled = text.rstrip(REPLACEMENT)
         grown = settled[self._given :]
         self._given = max(self._given, len(settled))
+        if grown and self._replaced:
+            grown, self._replaced = REPLACEMENT * self._replaced + grown, 0
         if len(settled) == len(text):
+            self._cut_at = UNCUT_TOKENS
             if self._joins:
                 self._window, self._given = [], 0
             else:
                 self._slide()
+        elif len(self._window) > self._cut_at:
+            self._cut(text)
         return grown
 
     def _slide(self) -> None:
-        """Drop all but the newest chunk, unless that chunk alone has no text to measure a
-        difference against."""
-        chunk = self._window[self._chunk_start :]
+        """Drop all but the newest chunk. If that chunk alone has no text to measure a difference against, since a
+        decoder may strip a blank at the beginning, drop all but the newest two once the window is large."""
+        start, chunk = self._chunk_start, self._window[self._chunk_start :]
         text = self._decode(chunk)
+        if not text and self._have_no_text(chunk):
+            del self._window[start:]
+            return
+        if not text and len(self._window) > UNCUT_TOKENS:
+            start = self._earlier_start
+            text = self._decode(self._window[start:])
         if text:
-            self._window = chunk
+            del self._window[:start]
             self._given = len(text)
-        self._chunk_start = len(self._window)
+            self._chunk_start -= start
+        self._earlier_start, self._chunk_start = self._chunk_start, len(self._window)
+
+    def _cut(self, text: str) -> None:
+        """Drop what no later token can change from the window, whose text this is. A run of bytes that are no
+        text has no whole character, so all of it would be decoded again for each of its tokens."""
+        kept = self._end_of_joined(text) if self._joins else self._short_run(text)
+        if kept is None:
+            uncut = self._window[self._chunk_start :]
+            self._window[self._chunk_start :] = [token for token in uncut if not self._have_no_text([token])]
+            self._cut_at = max(UNCUT_TOKENS, 2 * len(self._window))
+            return
+        dropped = len(text) - len(self._decode(kept))  # characters
+        self._replaced += max(0, dropped - self._given)
+        self._given = max(0, self._given - dropped)
+        self._window, self._earlier_start, self._chunk_start = kept, 0, 0
+        self._cut_at = UNCUT_TOKENS
+
+    def _end_of_joined(self, text: str) -> list[int] | None:
+        """Return tokens at the end that continue no character of those before them."""
+        for left in range(CHARACTER_BYTES, 2 * CHARACTER_BYTES):
+            end = self._decode(self._window[-left:])
+            if end and self._decode(self._window[:-left]) + end == text:
+                return self._window[-left:]
+        return None
+
+    def _short_run(self, text: str) -> list[int] | None:
+        """Return a shorter run of bytes that are as little text as those at the end of the window. Decoders in the
+        manner of SentencePiece make text of a run of byte tokens only if all of it is text."""
+        if not self._is_no_text(self._window, text):
+            return None
+        begin = len(self._window) - (len(text) - len(text.rstrip(REPLACEMENT)))
+        for start in range(max(0, begin), len(self._window) - CHARACTER_BYTES)[:UNCUT_TOKENS]:
+            first = self._window[start : start + CHARACTER_BYTES]
+            run = first + self._window[1 - CHARACTER_BYTES :]
+            if self._is_no_text(first, REPLACEMENT * len(first)) and len(self._decode(run)) == len(run):
+                return run
+        return None
+
+    def _is_no_text(self, tokens: list[int], text: str) -> bool:
+        """Return whether these tokens, whose text this should be, end in bytes that no later ones complete. If they
+        could, they would be text without the last character, of which there are 3 bytes at most."""
+        return text.endswith(REPLACEMENT * CHARACTER_BYTES) and all(
+            self._decode(tokens[: len(tokens) - cut]) == text[: len(text) - cut]
+            for cut in range(CHARACTER_BYTES)
+        )
+
+    def _have_no_text(self, tokens: list[int]) -> bool:
+        """Return whether these tokens have no text, also after others."""
+        return not self._decode(tokens * 2)
 
 
 class Detokenizer:

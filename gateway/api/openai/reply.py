@@ -324,7 +324,7 @@ class Reply:
             }
         before = self._logprobs_of_prompt(index)
         if choice.text is None:
-            choice.text = TokenDecoder(self._files.decode, self._files.silent_ids)
+            choice.text = self._text_decoder()
         offsets = []
         for token, _ in told:
             offsets.append(choice.characters)
@@ -353,7 +353,7 @@ class Reply:
         prompt = self._prompts[index]
         if choice.of_prompt is None:
             return {}  # it ended before its first token
-        text, offsets = TokenDecoder(self._files.decode, self._files.silent_ids), [0]
+        text, offsets = self._text_decoder(), [0]
         for token in prompt:
             offsets.append(min(offsets[-1] + len(text.feed([token])), choice.characters))
         most = self._parsed.requests[0].logprobs
@@ -361,6 +361,10 @@ class Reply:
             choice.of_prompt, prompt, most, lambda token: self._name(token, "bytes:")
         )
         return found | {"text_offset": offsets[:-1]}
+
+    def _text_decoder(self) -> TokenDecoder:
+        files = self._files
+        return TokenDecoder(files.decode, files.silent_ids, joins=files.pieces.joins)
 
     def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
         return {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.model.detokenizer import REPLACEMENT, Detokenizer
+from gateway.model.detokenizer import REPLACEMENT, Decode, Detokenizer, TokenDecoder
 from gateway.model.tokenizer import ModelFiles
 
 ids_lists = st.lists(st.integers(0, 330), max_size=60)
@@ -36,6 +36,38 @@ def whole_text(model: ModelFiles, ids: Sequence[int]) -> str:
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min([position for position in map(text.find, stop) if position >= 0], default=len(text))]
+
+
+class Uncut:
+    """T(n) as a decoder returns it that decodes all tokens since the last whole character for each new one."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
+        self.window: list[int] = []
+        self.chunk_start = 0
+        self.given = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        self.window += ids
+        text = self.decode(self.window)
+        settled = text.rstrip(REPLACEMENT)
+        grown = settled[self.given :]
+        self.given = max(self.given, len(settled))
+        if settled == text:
+            chunk = self.window[self.chunk_start :]
+            if of_chunk := self.decode(chunk):
+                self.window, self.given = chunk, len(of_chunk)
+            self.chunk_start = len(self.window)
+        return grown
+
+
+def runs_of(tokens: Sequence[int]) -> st.SearchStrategy[list[int]]:
+    """Token ids in which the same few are often repeated."""
+    one = st.sampled_from(tokens)
+    run = st.builds(
+        lambda some, times: some * times, st.lists(one, min_size=1, max_size=3), st.integers(1, 40)
+    )
+    return st.lists(run, max_size=6).map(lambda found: [token for each in found for token in each])
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +174,32 @@ def test_how_much_is_shown_depends_on_the_tokens_alone(
     assert one.text_offset == many.text_offset
 
 
+@joined_or_not
+@anything
+@given(data=st.data(), cut_at=cuts)
+def test_runs_of_bytes_that_are_no_text_come_out_as_if_all_of_them_were_decoded_for_each_token(
+    tiny: ModelFiles, joins: bool, data: st.DataObject, cut_at: list[int]
+) -> None:
+    octets = [
+        b"\x80",
+        b"\xe2",
+        b"\x82",
+        b"\xac",
+        b"\xf0",
+        b"\x9f",
+        b"\x98",
+        b"a",
+        b" ",
+        b"\xc3",
+        b"\xff",
+        b"\xef",
+    ]
+    ids = data.draw(runs_of([*(token_of(tiny, one) for one in octets), NO_TEXT, 330]))
+    decoder, uncut = TokenDecoder(tiny.decode, joins=joins), Uncut(tiny.decode)
+    for piece in data.draw(st.sampled_from([pieces(ids, cut_at), [[token] for token in ids]])):
+        assert decoder.feed(piece) == uncut.feed(piece)
+
+
 class TestTheEnd:
     def test_cuts_characters_from_the_end_of_the_whole_text(self, tiny: ModelFiles) -> None:
         output = Detokenizer(tiny.decode, stop=["ST"])
@@ -217,18 +275,76 @@ class TestOtherDecoders:
 
         assert text == tokenizer.decode(ids).rstrip(REPLACEMENT)
 
+    @anything
+    @given(data=st.data(), cut_at=cuts)
+    def test_runs_of_bytes_that_are_no_text_come_out_as_if_all_of_them_were_decoded_for_each_token(
+        self, tokenizer: Tokenizer, data: st.DataObject, cut_at: list[int]
+    ) -> None:
+        words = ["▁hello", "▁", "lo", *(f"<0x{byte:02X}>" for byte in b"a\x80\xe2\x82\xac\xf0\x9f\x98\xc3")]
+        ids = data.draw(runs_of([*(self.VOCABULARY.index(word) for word in words), len(self.VOCABULARY)]))
+        decoder, uncut = (
+            kind(lambda ids: str(tokenizer.decode(list(ids)))) for kind in (TokenDecoder, Uncut)
+        )
+        for piece in data.draw(st.sampled_from([pieces(ids, cut_at), [[token] for token in ids]])):
+            assert decoder.feed(piece) == uncut.feed(piece)
 
-def test_what_is_decoded_again_stays_short(tiny: ModelFiles) -> None:
+    @pytest.mark.parametrize("octets", [b"\x80", b"\x80" + b"a" * 999, b"\xe2\x82\xff", b"\xe2\x82\x82\xc3"])
+    def test_of_bytes_that_are_no_text_little_is_decoded_again(
+        self, tokenizer: Tokenizer, octets: bytes
+    ) -> None:
+        ids = [self.VOCABULARY.index(f"<0x{byte:02X}>") for byte in octets] * (1000 // len(octets))
+
+        assert decoded_again(lambda ids: str(tokenizer.decode(list(ids))), ids) < 40
+
+
+class TestWhatIsDecodedAgain:
+    """It stays short for any output: a call must not block the others."""
+
+    def test_of_text(self, tiny: ModelFiles) -> None:
+        ids = tiny.encode_rendered("the quick brown € fox ") * 200
+
+        assert decoded_again(tiny.decode, ids) < 12
+
+    @pytest.mark.parametrize(
+        "octets", [[b"\x80"], [b"\xe2", b"\x82"], [b"\xf0", b"\x9f", b"\x98"], [b"\x82", b"a", b"\xe2"]]
+    )
+    def test_of_bytes_that_are_no_text(self, tiny: ModelFiles, octets: list[bytes]) -> None:
+        ids = [token_of(tiny, one) for one in octets] * 500
+
+        assert decoded_again(tiny.decode, ids, joins=True) < 40
+
+    @joined_or_not
+    def test_of_tokens_without_text(self, tiny: ModelFiles, joins: bool) -> None:
+        ids = [token_of(tiny, b"a"), *[NO_TEXT] * 1000, token_of(tiny, b"\xe2"), *[NO_TEXT] * 1000]
+
+        assert decoded_again(tiny.decode, ids, joins=joins) < 40
+
+    def test_of_blanks_that_a_decoder_strips(self) -> None:
+        def decode(ids: Sequence[int]) -> str:
+            return "".join(" a"[token] for token in ids).removeprefix(" ")
+
+        assert decoded_again(decode, [0] * 1000) < 40
+
+
+def decoded_again(decode: Decode, ids: Sequence[int], *, joins: bool = False) -> float:
+    """Return how many tokens are decoded for each one."""
     decoded = 0
 
-    def decode(ids: Sequence[int]) -> str:
+    def counted(some: Sequence[int]) -> str:
         nonlocal decoded
-        decoded += len(ids)
-        return tiny.decode(ids)
+        decoded += len(some)
+        return decode(some)
 
-    ids = tiny.encode_rendered("the quick brown € fox ") * 200
-    output = Detokenizer(decode, stop=["never"])
+    output = Detokenizer(counted, stop=["never"], joins=joins)
     for token in ids:
         output.feed([token])
+    return decoded / len(ids)
 
-    assert decoded < 12 * len(ids)
+
+NO_TEXT = 319
+"""A token that the tiny model's configuration has, and its tokenizer has not."""
+
+
+def token_of(model: ModelFiles, octets: bytes) -> int:
+    """Return the token of these bytes."""
+    return next(token for token in range(320) if model.pieces.bytes_of(token) == octets)
