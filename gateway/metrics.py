@@ -85,3 +85,9 @@ LINK_GREETINGS = counter(
 LINK_STALE = counter(
     "laps_sd_gateway_link_stale_messages_total", "Messages refused because of their leader epoch.", ("shard",)
 )
+
+
+def forget_shard(shard: str) -> None:
+    """Remove what is measured of a shard that no gateway uses any more."""
+    for metric in (LINK_UP, LINK_GREETINGS, LINK_STALE):
+        metric.remove(shard)

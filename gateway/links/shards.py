@@ -25,6 +25,7 @@ import secrets
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
+from gateway import metrics
 from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
 from gateway.links.request_ids import shard_of
@@ -234,16 +235,18 @@ class Shards:
 
     async def run(self) -> None:
         """Keep a connection to the leader of each shard until cancelled. Raises the failure of a link."""
-        tasks: dict[str, asyncio.Task[None]] = {}
+        tasks: dict[ShardLink, asyncio.Task[None]] = {}
         try:
             while True:
-                for shard, link in self._links.items():
-                    if shard not in tasks:
-                        tasks[shard] = asyncio.create_task(link.run(), name=f"link to shard {shard}")
-                for shard in [shard for shard in tasks if shard not in self._links]:
-                    task = tasks.pop(shard)
+                for link in [link for link in tasks if self._links.get(link.shard) is not link]:
+                    task = tasks.pop(link)
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
+                    if link.shard not in self._links:  # it may have been added again
+                        metrics.forget_shard(link.shard)
+                for shard, link in self._links.items():
+                    if link not in tasks:
+                        tasks[link] = asyncio.create_task(link.run(), name=f"link to shard {shard}")
                 done, _ = await asyncio.wait(
                     tasks.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
                 )

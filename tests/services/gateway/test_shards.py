@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 import gateway.links.shards as shards_module
+from gateway import metrics
 from gateway.links.shards import ShardPlace, parse_shards
 from laps_sd.errors import StartupError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -324,6 +325,39 @@ class TestShardsComeAndGo:
         with pytest.raises(grpc.aio.AioRpcError) as gone:
             await shop.running.stub.Explain(pb.ExplainRequest(request_id="s0.abc"))
         assert gone.value.code() is grpc.StatusCode.NOT_FOUND
+
+    async def test_a_shard_that_is_taken_out_is_no_longer_measured(self, shop: Shop) -> None:
+        """An alert fires for every link that is measured as down."""
+        await shop.add("s0")
+        await shop.add("s1")
+        await shop.open()
+
+        def measured() -> set[str]:
+            links = (metrics.LINK_UP, metrics.LINK_GREETINGS)
+            return {sample.labels["shard"] for link in links for sample in link.collect()[0].samples}
+
+        assert {"s0", "s1"} <= measured()
+        shop.write(shop.line("s1"))
+        await wait_until_async(lambda: "s0" not in measured(), description="s0 is gone", every_s=0.02)
+        assert metrics.LINK_UP.labels("s1")._value.get() == 1
+
+        shop.write(shop.line("s0"), shop.line("s1"))
+        await shop.knows("s0")
+        assert metrics.LINK_UP.labels("s0")._value.get() == 1
+
+    async def test_a_shard_that_is_taken_out_and_added_at_once_is_connected(self, shop: Shop) -> None:
+        await shop.add("s0")
+        await shop.add("s1")
+        await shop.open()
+        shards = shop.running.gateway.shards
+        before = shards.links["s0"]
+        shop.write(shop.line("s1"))
+        shards._look()
+        shop.write(shop.line("s0"), shop.line("s1"))
+        shards._look()
+
+        assert shards.links["s0"] is not before
+        await shop.knows("s0")
 
     async def test_a_file_that_cannot_be_used_changes_nothing(
         self, shop: Shop, capfd: pytest.CaptureFixture[str]
