@@ -227,6 +227,7 @@ def leads(leading: bool) -> None:
         KV_USAGE.set(0)
         BLOCK_INDEX.set(0)
         POOL_BACKLOG.clear()
+        ARRIVING.clear()
 
 
 def observe_end(

@@ -13,7 +13,8 @@ import pytest
 
 from laps_sd.keda import externalscaler_pb2 as pb
 from laps_sd.keda import externalscaler_pb2_grpc
-from laps_sd.service.metrics import value
+from laps_sd.service.metrics import REGISTRY, value
+from scheduler_svc import metrics
 from scheduler_svc.leader.chores import MEAN_REQUEST_S
 from scheduler_svc.rpc.autoscaling import DEFAULT_TARGET_LOAD, DEFAULT_TARGET_S
 from tests.helpers import wait_until_async
@@ -210,3 +211,12 @@ async def test_the_gauge_is_the_backlog_per_worker(scheduler: SchedulerUnderTest
             assert value("laps_sd_backlog_seconds", labels) == pytest.approx(
                 value("laps_sd_scheduler_backlog_seconds") / 2
             )
+
+
+def test_a_scheduler_that_no_longer_leads_shows_no_load_of_the_pool() -> None:
+    names = ("laps_sd_arriving_load", "laps_sd_backlog_seconds")
+    for gauge in (metrics.ARRIVING, metrics.POOL_BACKLOG):
+        gauge.labels("demo").set(3)
+    metrics.leads(False)
+
+    assert [REGISTRY.get_sample_value(name, {"pool": "demo"}) for name in names] == [None, None]
