@@ -37,6 +37,7 @@ class CallSpan:
         self._output_tokens = 0
         self._cached_tokens = 0
         self._failed = ""
+        self._error: Exception | None = None
 
     @property
     def records(self) -> bool:
@@ -89,8 +90,13 @@ class CallSpan:
             },
         )
 
+    def failed(self, error: Exception) -> None:
+        """Record an error that the call returns in place of raising it."""
+        self._error = self._error or error
+
     def over(self, error: BaseException | None) -> None:
         """End the span; nothing follows."""
+        error = self._error or error
         if self._span is None:
             return
         from opentelemetry.trace import Status, StatusCode

@@ -51,10 +51,12 @@ async def send_stream(
         await sender.send_all(first)
         last = reply.closing()
     except LapsSdError as error:
+        generation.failed(error)
         last = reply.failure(error)
     except ConnectionError:
         raise
     except Exception as error:
+        generation.failed(error)
         last = reply.failure(incident(error, request.path))
     finally:
         sender.stop()

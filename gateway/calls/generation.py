@@ -52,6 +52,12 @@ class Attachment:
             self.over = True
         return piece
 
+    def failed(self, error: Exception) -> None:
+        """Record why the output does not go on."""
+        self.metrics.failed(error)
+        if self.span is not None:
+            self.span.failed(error)
+
     def _check_prompt(self, batch: Batch) -> None:
         """Check that the log probabilities of the prompt came with its first token."""
         if batch.prompt_logprobs is not None:
@@ -111,6 +117,13 @@ class Generation:
             self._waiter = self._loop.create_future()
             await self._waiter
         return pieces
+
+    def failed(self, error: Exception) -> None:
+        """Record why the choices that have not ended do not go on, for a caller that returns the error in place of
+        raising it."""
+        for attachment in self._attachments:
+            if not attachment.over:
+                attachment.failed(error)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -13,6 +13,8 @@ __all__ = ["StreamMetrics"]
 
 CLIENT_DISCONNECTED = "client_disconnected"
 """Why a stream ended that has no other recorded reason."""
+INTERNAL = "internal"
+"""Why a stream ended by an error that should not happen."""
 
 
 class StreamMetrics:
@@ -73,9 +75,19 @@ class StreamMetrics:
         metrics.DRAFTED.inc(ended.speculation.drafted)
         metrics.ACCEPTED.inc(ended.speculation.accepted)
 
+    def failed(self, error: BaseException | None) -> None:
+        """Record why the stream ends without the end of the output; only the first reason counts."""
+        if self.end:
+            return
+        if isinstance(error, LapsSdError):
+            self.end = error.code.name.lower()
+        elif isinstance(error, Exception) and not isinstance(error, ConnectionError):
+            self.end = INTERNAL
+        else:
+            self.end = CLIENT_DISCONNECTED
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not self.end:
-            self.end = error.code.name.lower() if isinstance(error, LapsSdError) else CLIENT_DISCONNECTED
+        self.failed(error)
         metrics.REQUESTS.labels(self.end).inc()
         metrics.OUTPUT_TOKENS.inc(self._count)
         if self._billed:

@@ -24,7 +24,7 @@ from laps_sd.v1.inference_pb2 import OutputFormat, SpeculationSummary, Timing
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
 from tests.services.gateway.conftest import CONTEXT, Running, Served, StartGateway
-from tests.services.gateway.fake_scheduler import Kind
+from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 
 Refused = link_pb2.SubmitRefused
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -258,6 +258,30 @@ class TestAStream:
 
         assert chunks[-1]["error"]["message"] == "the device is gone"
         assert chunks[-1]["error"]["type"] == "server_error"
+
+    async def test_that_fails_is_counted_as_failed(self, served: Served) -> None:
+        """The client is still there: it gets the error."""
+
+        def ended(end: str) -> float:
+            return REGISTRY.get_sample_value("laps_sd_gateway_requests_total", {"end": end}) or 0.0
+
+        failed, disconnected = ended("already_exists"), ended("client_disconnected")
+        async with served.session.post(
+            served.url + "/v1/completions", json=TEXT | {"stream": True}
+        ) as response:
+            await served.scheduler.submitted()
+            await served.scheduler.kill()
+            empty = FakeScheduler(epoch="2-b")
+            empty.refuse = Refused(reason=Refused.REASON_KEY_CONFLICT)
+            try:
+                await empty.start(served.scheduler.port)
+                chunks = await events(response)
+            finally:
+                await empty.kill()
+        await nobody_left(served)
+
+        assert "idempotency key" in chunks[-1]["error"]["message"]
+        assert (ended("already_exists"), ended("client_disconnected")) == (failed + 1, disconnected)
 
     async def test_that_is_quiet_gets_comments(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(http_stream, "QUIET_S", 0.02)

@@ -136,6 +136,33 @@ async def test_a_request_that_failed_is_an_error_of_its_span(
     assert (span.attributes["error.type"], span.error) == ("request_failed", "the device is gone")
 
 
+async def test_a_stream_over_http_that_failed_is_an_error_of_its_span(
+    collector: Collector, scheduler: FakeScheduler, start_gateway: StartGateway
+) -> None:
+    running: Running = await start_gateway(scheduler.address, otlp_endpoint=collector.endpoint, http_port=0)
+    await asyncio.wait_for(running.link.greeted.wait(), 10)
+    assert running.gateway.http is not None
+    url = f"http://127.0.0.1:{running.gateway.http.port}/v1/completions"
+    empty = FakeScheduler(epoch="2-b")
+    empty.refuse = link_pb2.SubmitRefused(reason=link_pb2.SubmitRefused.REASON_KEY_CONFLICT)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json={"prompt": "x", "stream": True}) as response,
+    ):
+        await scheduler.submitted()
+        await scheduler.kill()
+        try:
+            await empty.start(scheduler.port)
+            assert "idempotency key" in await response.text()
+        finally:
+            await empty.kill()
+    await running.gateway.stop()
+
+    (span,) = collector.spans()
+    assert span.attributes["error.type"] == "ALREADY_EXISTS"
+    assert "idempotency key" in span.error
+
+
 def test_without_an_endpoint_the_callers_context_passes_through() -> None:
     with call_span(QUIET, [GenerateRequest(text="x")], "theirs", model="tiny") as span:
         assert span.traceparent == "theirs"
