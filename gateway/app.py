@@ -53,6 +53,7 @@ class GatewayApp:
             authorize=lambda _, context: identify(context, tenants),
             open_methods=(*OPEN_METHODS, *SERVER_METHODS),
             max_fields=settings.max_message_fields,
+            max_sent_bytes=settings.max_answer_bytes,
         )
         self.shards = Shards(settings)
         self.calls = Calls(settings, model, self.shards, tenants, self.app.tracing)

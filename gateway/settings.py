@@ -12,7 +12,7 @@ from laps_sd.contract.limits import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving_settings import ServingSettings
-from laps_sd.service.wire import LinkSettings
+from laps_sd.service.wire import MAX_MESSAGE_BYTES, LinkSettings
 
 __all__ = ["GatewaySettings", "ReasoningParser", "ToolParser"]
 
@@ -263,6 +263,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
         help="How long a stream whose request cannot be found waits until it is restored.",
         minimum=0,
     )
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Return the largest size of an answer in one message: at least what our clients accept."""
+        return max(MAX_MESSAGE_BYTES, self.max_message_bytes)
 
     @property
     def allows_anonymous(self) -> bool:

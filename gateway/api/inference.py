@@ -40,7 +40,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         """Submit a request and return its whole output."""
-        async with self._calls.generate([request], self._caller(context)) as generation:
+        caller = self._caller(context)
+        async with self._calls.generate([request], caller, in_one_message=True) as generation:
             return await _collect(generation)
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:  # type: ignore[override]

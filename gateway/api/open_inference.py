@@ -98,7 +98,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         caller = caller_of(context, self._tenants)
         with self._calls.refusals(caller):
             parsed = _parsed(request)
-        async with self._calls.generate(parsed.requests, caller) as generation:
+        async with self._calls.generate(parsed.requests, caller, in_one_message=True) as generation:
             reply = Reply(
                 parsed,
                 generation.accepted,

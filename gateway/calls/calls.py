@@ -33,6 +33,7 @@ from gateway.calls.validation import (
     check_model,
     check_prompt_logprobs,
     check_request,
+    check_whole_answer,
     choices_of,
 )
 from gateway.links.client_stream import deadline_of
@@ -111,13 +112,19 @@ class Calls:
 
     @asynccontextmanager
     async def generate(
-        self, requests: Sequence[inference_pb2.GenerateRequest], caller: Caller, *, reads_markup: bool = False
+        self,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        caller: Caller,
+        *,
+        reads_markup: bool = False,
+        in_one_message: bool = False,
     ) -> AsyncIterator[Generation]:
         """Submit every choice of every request, and wait until all are accepted.
 
         Choices are numbered consecutively: those of the first request, then those of the second. `reads_markup`: the
         caller finds calls of tools and reasoning in the text. Their markup then is text even where it is special
-        tokens, and an output format applies after the reasoning.
+        tokens, and an output format applies after the reasoning. `in_one_message`: the caller sends the whole
+        output in one message of gRPC, so that it must not be too large for one.
         """
         began = _now()
         tenant = self._tenants.label(caller.tenant)
@@ -134,6 +141,8 @@ class Calls:
                     submissions, states = await self._submissions(
                         requests, caller, span.traceparent, reads_markup=reads_markup
                     )
+                    if in_one_message:
+                        check_whole_answer(submissions, self.settings.max_answer_bytes)
                     attachments = [await self._place(stack, submit, caller) for submit in submissions]
             shown_ids = self.model.markup_ids if reads_markup else frozenset()
             async with self._opened(

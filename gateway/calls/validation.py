@@ -28,10 +28,12 @@ from laps_sd.contract.limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    prompt_logprobs_in_all,
 )
 from laps_sd.contract.sampling import BOUNDS
 from laps_sd.errors import InvalidArgument
-from laps_sd.v1 import inference_pb2
+from laps_sd.service.specifications import sampling_of
+from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = [
     "ROLES",
@@ -39,6 +41,7 @@ __all__ = [
     "check_model",
     "check_prompt_logprobs",
     "check_request",
+    "check_whole_answer",
     "choices_of",
     "prompt_too_long",
 ]
@@ -53,6 +56,10 @@ MAX_CHARACTERS_PER_TOKEN = 64
 """Maximum number of characters of a prompt for each token of the context; a longer prompt cannot fit.
 Tokenizing takes a hundred bytes and more for each resulting token, so a prompt that cannot fit is refused
 before."""
+TOKEN_BYTES = 12
+"""Bytes of an output token in an answer: its id, and its text, which has about four characters. Our choice."""
+LOGPROB_BYTES = 12
+"""Largest number of bytes of the log probability of one token in an answer, with its id."""
 CLASS = re.compile(r"[A-Za-z0-9._:/-]+")
 
 SpeculationMode = inference_pb2.Speculation.Mode
@@ -120,6 +127,27 @@ def check_prompt_logprobs(in_all: int, settings: GatewaySettings) -> None:
             "prompt_logprobs",
             f"must make at most {settings.max_prompt_logprobs} log probabilities in one call (of each output the tokens of"
             f" its prompt, each with its alternatives), got {in_all}",
+        )
+
+
+def check_whole_answer(submits: Sequence[gateway_link_pb2.Submit], most_bytes: int) -> None:
+    """Raise InvalidArgument if these outputs together may be larger than an answer in one message can be."""
+    tokens = size = 0
+    for submit in submits:
+        asked = submit.specification
+        most_tokens = sampling_of(asked).max_tokens
+        tokens += most_tokens
+        size += most_tokens * TOKEN_BYTES
+        if asked.HasField("logprobs"):
+            size += most_tokens * LOGPROB_BYTES * (1 + asked.logprobs)
+        if asked.HasField("prompt_logprobs"):
+            size += LOGPROB_BYTES * prompt_logprobs_in_all(len(asked.prompt_ids), asked.prompt_logprobs)
+    if size > most_bytes:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be smaller for an answer in one message: {len(submits)} outputs of {tokens} tokens in all, with their log"
+            f" probabilities, may have {size} bytes, and at most {most_bytes} can be sent; a stream (GenerateStream)"
+            " has no such limit",
         )
 
 

@@ -70,13 +70,18 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def make_server(
-    *, guard: CallGuard, max_message_bytes: int = MAX_MESSAGE_BYTES, interceptors: Sequence[Any] = ()
+    *,
+    guard: CallGuard,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_sent_bytes: int | None = None,
+    interceptors: Sequence[Any] = (),
 ) -> grpc.aio.Server:
     """Return a server with our options.
 
     `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers.
     """
-    return grpc.aio.server(interceptors=[guard, *interceptors], options=server_options(max_message_bytes))
+    options = server_options(max_message_bytes, max_sent_bytes)
+    return grpc.aio.server(interceptors=[guard, *interceptors], options=options)
 
 
 class ServiceApp:
@@ -91,8 +96,10 @@ class ServiceApp:
         authorize: Authorize | None = None,
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
+        max_sent_bytes: int | None = None,
     ) -> None:
-        """Create the server, not yet started. `authorize`, `open_methods`, `max_fields`: see CallGuard.
+        """Create the server, not yet started. `authorize`, `open_methods`, `max_fields`: see CallGuard;
+        `max_sent_bytes`: see `server_options`.
 
         Raises StartupError when OpenTelemetry is configured and missing.
         """
@@ -100,7 +107,10 @@ class ServiceApp:
         self.settings = settings
         self.guard = CallGuard(authorize, open_methods=open_methods, max_fields=max_fields)
         self.server = make_server(
-            guard=self.guard, max_message_bytes=settings.max_message_bytes, interceptors=interceptors
+            guard=self.guard,
+            max_message_bytes=settings.max_message_bytes,
+            max_sent_bytes=max_sent_bytes,
+            interceptors=interceptors,
         )
         self.names: list[str] = []
         """Full names of the gRPC services added to `server`."""

@@ -46,10 +46,10 @@ LEAST_PING_INTERVAL_MS = 5_000
 """Shortest interval of a client's pings; a client that pings more often is cut off (ENHANCE_YOUR_CALM)."""
 
 
-def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _common_options(max_message_bytes: int, max_sent_bytes: int | None = None) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_sent_bytes or max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -60,13 +60,15 @@ def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """Return the options for `grpc.aio.server`.
+def server_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, max_sent_bytes: int | None = None
+) -> list[tuple[str, int]]:
+    """Return the options for `grpc.aio.server`. `max_sent_bytes`: the limit of its answers, if it is another one.
 
     A port belongs to one process: a second one gets an error, instead of a share of the calls.
     """
     return [
-        *_common_options(max_message_bytes),
+        *_common_options(max_message_bytes, max_sent_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
         ("grpc.so_reuseport", 0),
     ]

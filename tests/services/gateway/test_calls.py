@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gateway.calls.calls import Caller
 from gateway.calls.completion import body_hash
 from gateway.calls.prompts import SYSTEM_CHARACTERS, Prompts
-from gateway.model.tokenizer import ModelFiles
+from gateway.calls.validation import LOGPROB_BYTES, TOKEN_BYTES
+from gateway.model.tokenizer import ModelFiles, load_model
 from laps_sd.contract.length_features import FeatureHash, problem_of
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, NAME_BYTES, name_blocks
 from laps_sd.errors import retry_after_s
@@ -39,10 +41,11 @@ from laps_sd.v1.inference_pb2 import (
     Timing,
     TokenIds,
     TokenizeRequest,
+    TokenLogprob,
     TokenLogprobs,
 )
 from tests.helpers import wait_until_async
-from tests.services.gateway.conftest import CONTEXT, Running, StartGateway
+from tests.services.gateway.conftest import CONTEXT, Running, StartGateway, write_model
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 from tests.services.gateway.reading import has_retry_info, ids_of, read_tokens, rest, text_of, violations
 
@@ -429,6 +432,39 @@ class TestGenerate:
         assert len(response.logprobs) == len(ids)
         assert response.end.finish_reason == FinishReason.FINISH_REASON_STOP
         assert len(running.link.streams) == 0
+
+    async def test_an_answer_may_be_larger_than_a_request(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running: Running = await start_gateway(scheduler.address, max_message_bytes=65536)
+        call = running.stub.Generate(GenerateRequest(text="x", logprobs=20, n=4))
+        await scheduler.submitted(4)
+        tops = [TokenLogprob(token_id=100_000 + n, logprob=-1.5) for n in range(20)]
+        for request_id, recorded in scheduler.record.requests.items():
+            recorded.logprobs = [TokenLogprobs(logprob=-1, top=tops)] * 200
+            scheduler.commit(request_id, [70] * 200, Kind.KIND_LENGTH)
+        response = await call
+
+        assert response.ByteSize() > 2 * 65536
+        assert response.ByteSize() <= 4 * 200 * (TOKEN_BYTES + 21 * LOGPROB_BYTES)
+
+    async def test_an_answer_that_may_be_too_large_for_one_message_is_refused_before_it_is_computed(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, tmp_path: Path
+    ) -> None:
+        model = load_model(write_model(tmp_path, context=8192), name="tiny")
+        running: Running = await start_gateway(scheduler.address, model=model)
+        request = GenerateRequest(text="x", logprobs=20, n=16, sampling=SamplingParams(max_tokens=8000))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(request, timeout=20)
+        stream = running.stub.GenerateStream(request)
+        await scheduler.submitted(16)
+        stream.cancel()
+
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        ((field, problem),) = violations(error.value)
+        assert field == "sampling.max_tokens"
+        assert "at most 16777216 can be sent; a stream (GenerateStream) has no such limit" in problem
+        assert len(scheduler.all_heard("submit")) == 16
 
     async def test_token_ids_are_used_as_they_stand(self, running: Running, scheduler: FakeScheduler) -> None:
         call = running.stub.Generate(GenerateRequest(token_ids=TokenIds(ids=[70, 71])))
