@@ -86,6 +86,8 @@ class Calls:
         self._shards = shards
         self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
         self._formats = FormatJudge()
+        self._open = 0
+        """Outputs of the calls that are admitted, also before their streams are open."""
         self._refused = StreamTurns()
         """Retry times of calls refused by the limit of open streams."""
 
@@ -134,6 +136,7 @@ class Calls:
             )
             with self.refusals(caller):
                 count = self._check(requests, caller)
+                stack.enter_context(self._room(count))
                 by_field = _deadline_of(requests, unix_ms=time.time() * 1000, now=began)
                 caller = _no_later_than(by_field, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
@@ -168,7 +171,7 @@ class Calls:
             with self.refusals(caller):
                 self._tenants.charge_call(caller.tenant)
                 link = self._link_of(request_id)
-                self._check_room(1)
+                stack.enter_context(self._room(1))
                 stack.enter_context(self._tenants.admitted(caller.tenant, 1, new=False))
                 stream = link.attach(request_id, tenant=caller.tenant)
                 stack.callback(link.close, stream)
@@ -249,7 +252,6 @@ class Calls:
             raise InvalidArgument(
                 "n", f"must be at most {self.settings.max_choices} outputs of one call, got {count}"
             )
-        self._check_room(count)
         return count
 
     async def _submissions(
@@ -378,15 +380,22 @@ class Calls:
 
     def _no_room(self, count: int) -> str:
         """Return the reason why this gateway has no room for `count` more streams; empty if it has."""
-        is_open, most = self._shards.streams, self.settings.max_streams
+        is_open, most = self._open, self.settings.max_streams
         return (
             f"this gateway has {is_open} of {most} streams open, its limit" if is_open + count > most else ""
         )
 
-    def _check_room(self, count: int) -> None:
+    @contextmanager
+    def _room(self, count: int) -> Iterator[None]:
+        """Reserve room for `count` streams inside the context. Raises ResourceExhausted."""
         if reason := self._no_room(count):
             retry_after_s = self._refused.next_s(_now(), count, self.settings.max_streams)
             raise ResourceExhausted(reason, retry_after_s=retry_after_s)
+        self._open += count
+        try:
+            yield
+        finally:
+            self._open -= count
 
     def _link_of(self, request_id: str) -> ShardLink:
         check_request_id(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -1055,6 +1056,23 @@ class TestTheServer:
         first, second, third = advice
         assert first == 20.0
         assert first < second < third, "each has a turn of its own"
+
+    async def test_calls_that_come_together_open_no_more_streams_than_the_limit(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        running: Running = await start_gateway(scheduler.address, max_streams=8)
+        calls = [running.stub.GenerateStream(GenerateRequest(text="hello", n=4)) for _ in range(10)]
+        first = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+        refused = [one for one in first if isinstance(one, grpc.aio.AioRpcError)]
+
+        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert len(refused) == 8
+        assert len(running.link.streams) == 8
+        for call in calls:
+            call.cancel()
+        await wait_until_async(
+            lambda: running.gateway.calls.refusal == "", description="room again", every_s=0.005
+        )
 
     async def test_a_refused_request_never_reaches_the_scheduler(
         self, running: Running, scheduler: FakeScheduler
