@@ -230,7 +230,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
     scheduler_wait_s: float = field(
         30.0,
         help="How long a call waits for a scheduler that cannot be reached; its deadline may end it earlier.",
-        minimum=0,
+        minimum=0.05,
     )
     stream_buffer_tokens: int = field(
         4096,

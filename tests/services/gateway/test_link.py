@@ -11,6 +11,7 @@ import pytest
 
 from gateway.links.link import ShardLink
 from laps_sd.service import metrics
+from laps_sd.service.config import ConfigError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import (
     CancelRequest,
@@ -200,6 +201,10 @@ class TestWhileNoSchedulerIsThere:
             assert "could not be reached within 0.1 s" in (error.value.details() or "")
             assert has_retry_info(error.value)
         assert len(running.link.streams) == 0
+
+    def test_a_wait_in_which_no_scheduler_could_answer_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"LAPS_SD_SCHEDULER_WAIT_S must be at least 0.05 s, got 0"):
+            fast_settings(("127.0.0.1:1",), scheduler_wait_s=0)
 
     async def test_it_waits_no_longer_than_the_clients_deadline(self, start_gateway: StartGateway) -> None:
         running: Running = await start_gateway(f"127.0.0.1:{free_port()}")
