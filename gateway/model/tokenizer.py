@@ -93,12 +93,12 @@ class ChatTemplate:
         no place for tools or calls gets them as text.
         """
         family = self.dialect.tools
-        if family is not None and not self._shows_calls:
-            messages = flattened(messages, family)
-        if family is not None and tools and not self._shows_tools:
-            messages = described(messages, tools, family)
         template = self._with_tools if tools else self._template
         try:
+            if family is not None and not self._shows_calls:
+                messages = flattened(messages, family)
+            if family is not None and tools and not self._shows_tools:
+                messages = described(messages, tools, family)
             return template.render(
                 **arguments,
                 messages=[dict(message) for message in messages],

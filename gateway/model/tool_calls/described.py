@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gateway.model.tool_calls.families import ToolFamily
@@ -37,7 +37,7 @@ def described(messages: Sequence[Message], tools: Sequence[Message], family: Too
 
 def flattened(messages: Sequence[Message], family: ToolFamily) -> list[Message]:
     """Return messages of the roles system, user and assistant with text alone: calls as the family writes them,
-    results as messages of the user."""
+    results as messages of the user. Raises ValueError for arguments that it cannot write."""
     plain: list[Message] = []
     was_result = False
     for message in messages:
@@ -68,5 +68,7 @@ def _written(tool_calls: Sequence[Message], family: ToolFamily) -> str:
 
 def _call(family: ToolFamily, name: str, arguments: Any) -> str:
     if family.tags is not None:
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"the arguments of the earlier call of {name!r} must be an object")
         return family.tags.written(name, arguments)
     return json.dumps({"name": name, family.arguments_key: arguments}, ensure_ascii=False)

@@ -213,6 +213,19 @@ class TestTheModelSees:
         assert form in prompt
         assert form.replace("weather", "NAME").replace("city", "PARAMETER").replace("Oslo", "VALUE") in prompt
 
+    @pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+    @pytest.mark.parametrize("arguments", ["not json", "[1]"])
+    async def test_no_earlier_call_that_the_form_cannot_write(
+        self, serve_template: Any, parser: str, arguments: str
+    ) -> None:
+        served = await serve_template(PLAIN, parsers=(parser, "none"))
+        called = {"id": "a", "type": "function", "function": {"name": "now", "arguments": arguments}}
+        body = CHAT | {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [called]}, ASK]}
+        status, _, decoded = await served.post("/v1/chat/completions", body)
+
+        assert (status, decoded["error"]["param"]) == (400, "messages")
+        assert "the arguments of the earlier call of 'now' must be an object" in decoded["error"]["message"]
+
     async def test_variables_of_its_template(self, serve_template: Any) -> None:
         served = await serve_template(QWEN)
         body = {"messages": [ASK], "chat_template_kwargs": {"enable_thinking": False}}
