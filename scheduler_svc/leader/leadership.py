@@ -112,6 +112,8 @@ class Leadership:
                 self._log_wait()
                 leader = await self.store.leader()
                 self.leader_address = leader.owner if leader is not None else ""
+                # The leader writes: it finds, and reports, whether the server is full.
+                self.outage.answered(writable=leader is not None)
             except StoreUnavailable as error:
                 self.outage.began(error)
             await asyncio.sleep(self.settings.lease_s / 8)
@@ -136,6 +138,7 @@ class Leadership:
             for task in (renewing, leading):
                 task.cancel()
             await asyncio.gather(renewing, leading, return_exceptions=True)
+            self.outage.stuck = False  # the write that waited has ended with the loop
 
     async def _recover_and_run(self) -> None:
         while True:

@@ -18,6 +18,7 @@ import pytest
 import redis.asyncio as redis_client
 import structlog
 
+from bench._proxy import BOTH, Proxy
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
@@ -786,6 +787,55 @@ async def test_a_standby_says_that_nobody_leads_because_the_record_is_away(
             assert answer.record_outage.fault == "unreachable"
     finally:
         await standby.crash()
+
+
+async def test_a_leader_that_was_cut_off_and_fenced_reports_the_record_as_available_and_admits_when_it_leads_again(
+    own_valkey: EmbeddedServer, start_own: StartScheduler
+) -> None:
+    """A write waited when another process took the lead: it is gone with that lead."""
+    network = Proxy(own_valkey.url.removeprefix("redis://").partition("/")[0])
+    await network.serve()
+    first = await start_scheduler(f"redis://{network.address}/0", shard="s", priors_save_s=3600.0)
+    outage = first.leadership.outage
+    try:
+        await first.wait_leading()
+        async with gateway(first.address) as client, worker(first.address) as gpu:
+            await client.submit("r1")
+            lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+            network.hold(os.getpid(), BOTH)
+            await gpu.send_reports(gpu.report("r1", lease, 0, [10]))
+            await wait_until_async(lambda: outage.stuck, description="the write waits")
+            second = await start_own()
+            network.release(os.getpid())
+
+            await wait_until_async(lambda: not outage.on, description="the record answers the first one too")
+            assert first.leadership.loop is None
+            async with grpc.aio.insecure_channel(first.address) as channel:
+                record = await admin_pb2_grpc.AdminStub(channel).GetRecord(admin_pb.GetRecordRequest())
+            assert not record.HasField("record_outage")
+        await second.leadership.resign()
+        await second.crash()
+        await first.wait_leading()
+        async with gateway(first.address) as client:
+            assert (await client.submit("r2")).accepted.request_id == "r2"
+    finally:
+        await first.crash()
+        await network.close()
+
+
+async def test_a_standby_of_a_record_that_was_full_reports_it_as_available_once_another_leads(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis
+) -> None:
+    """No process can take the lead of a full record, and a standby writes nothing else."""
+    async with full(own_valkey, operator):
+        both = [await start_scheduler(own_valkey.url, shard="s") for _ in range(2)]
+        outages = [one.leadership.outage for one in both]
+        await wait_until_async(lambda: all(one.on for one in outages), description="both have noticed")
+    try:
+        await wait_until_async(lambda: not any(one.on for one in outages), description="it has room for both")
+    finally:
+        for one in both:
+            await one.crash()
 
 
 async def test_a_full_record_admits_nothing_and_says_when_it_has_room_again(
