@@ -87,6 +87,13 @@ def test_an_upgrade_that_changes_nothing_goes_on(upgrade: Any, name: str) -> Non
             URL, {}, 'from "redis://one.example:6379/0" to "bundled"', "record", id="a bundled record"
         ),
         pytest.param(
+            {},
+            {"fullnameOverride": "other"},
+            'from "demo-laps-sd-redis" to "other-redis", a server without data',
+            "record",
+            id="a bundled record of another name",
+        ),
+        pytest.param(
             URL, SECRET, 'from "redis://one.example:6379/0" to "secret redis"', "record", id="another record"
         ),
     ],

@@ -54,11 +54,15 @@
 {{- define "laps-sd.validateRecord" -}}
 {{- $root := .root -}}
 {{- $place := include "laps-sd.recordPlace" $root -}}
+{{- $name := include "laps-sd.name" (dict "root" $root "pool" nil "component" "redis") -}}
 {{- range $one := .found -}}
 {{- $component := get $one.metadata.labels "app.kubernetes.io/component" -}}
 {{- $before := ternary "bundled" (dig "metadata" "annotations" "laps-sd.dev/record" "" $one) (eq $component "redis") -}}
 {{- if and $before (ne $before $place) (not (has "record" $root.Values.acceptLosses)) -}}
 {{- fail (printf "The record would change from %q to %q: the schedulers would find none of the unfinished requests and results of the old one%s. If the new one has the same content, or all requests have ended, set acceptLosses=[record]." $before $place (ternary ", whose server this upgrade removes" "" (eq $before "bundled"))) -}}
+{{- end -}}
+{{- if and (eq $component "redis") $root.Values.redis.bundled.enabled (ne $one.metadata.name $name) (not (has "record" $root.Values.acceptLosses)) -}}
+{{- fail (printf "The bundled record would move from %q to %q, a server without data: the schedulers would find none of the unfinished requests and results of the old one, which this upgrade removes. Keep the name with fullnameOverride=%s. If the new one has the same content, or all requests have ended, set acceptLosses=[record]." $one.metadata.name $name ($one.metadata.name | trimSuffix "-redis")) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
