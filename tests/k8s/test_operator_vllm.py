@@ -140,6 +140,13 @@ def test_another_number_of_ranks_than_of_gpus_is_a_problem(
     assert str(found or "").startswith(said)
 
 
+@pytest.mark.parametrize("name", ["example.com/gpu", "gpu.intel.com/xe"])
+def test_gpus_of_an_unknown_device_plugin_are_left_to_the_worker(name: str) -> None:
+    changed = pool(vllmArgs={"tensor_parallel_size": 4}, resources={"limits": {name: 4, "memory": "1Gi"}})
+
+    assert checks.unequal_ranks(changed) is None
+
+
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"tensor_parallel_size": "many"}'])
 def test_arguments_that_cannot_be_read_are_left_to_the_worker(text: str) -> None:
     changed = pool()

@@ -45,19 +45,26 @@ def gpus_of(resources: Object) -> int:
 def unequal_ranks(template: Object) -> str:
     """Return the problem if workers over vLLM have another number of GPUs than of ranks; empty if they agree.
 
-    A template without readable arguments, or whose GPUs are claimed (DRA), is left to the worker, which refuses
-    what cannot be with a sentence.
+    A template without readable arguments, or whose GPUs are claimed (DRA) or may be what an unknown device
+    plugin brings, is left to the worker, which refuses what cannot be with a sentence.
     """
     worker = next(container for container in template["spec"]["containers"] if container["name"] == "worker")
-    if (worker.get("resources") or {}).get("claims"):
+    resources = worker.get("resources") or {}
+    if resources.get("claims") or _only_unknown_devices(resources):
         return ""
     text = next((one.get("value", "") for one in worker.get("env", []) if one["name"] == ARGS), "")
     try:
         args = json.loads(text)
         ranks = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
-        gpus = gpus_of(worker.get("resources") or {})
+        gpus = gpus_of(resources)
     except (ValueError, TypeError, AttributeError):
         return ""
     if ranks == max(gpus, 1):
         return ""
     return f"workers have {gpus} GPUs, and vLLM makes {ranks} ranks: tensor_parallel_size must be the number of GPUs"
+
+
+def _only_unknown_devices(resources: Object) -> bool:
+    """Return whether a container has extended resources, of which none is known to count GPUs."""
+    extended = [name for name in resources.get("limits") or {} if "/" in name]
+    return bool(extended) and not any(GPUS.match(name) for name in extended)
