@@ -23,6 +23,9 @@
 {{- if and .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) }}
 {{- fail "gateway.autoscaling.minReplicas must not be larger than maxReplicas." }}
 {{- end -}}
+{{- if eq (int .Values.gateway.service.port) (int .Values.gateway.service.httpPort) }}
+{{- fail (printf "gateway.service.port and gateway.service.httpPort are both %d: a Service has each port once. Give two." (int .Values.gateway.service.port)) }}
+{{- end -}}
 {{- $scheduler := .Values.scheduler.settings -}}
 {{- $lease := $scheduler.leaseS | default 3.0 | float64 -}}
 {{- $wait := .Values.gateway.settings.schedulerWaitS | default 30.0 | float64 -}}
@@ -117,10 +120,10 @@
 {{- if and $scaling.hpa (eq (int $scaling.minReplicas) 0) }}
 {{- fail (printf "autoscaling.minReplicas of %s is 0, and a HorizontalPodAutoscaler starts no first worker: give 1 or more, or use KEDA." .where) }}
 {{- end -}}
-{{- if ne $scaling.keda "off" -}}
-{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
+{{- if and (or $scaling.hpa (ne $scaling.keda "off")) (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
 {{- fail (printf "autoscaling.minReplicas of %s must not be larger than maxReplicas." .where) }}
 {{- end -}}
+{{- if ne $scaling.keda "off" -}}
 {{- if and (ne .root.Values.tls.links.mode "off") (not $scaling.authenticationRef) }}
 {{- fail (printf "KEDA cannot dial the scheduler of %s: with tls.links on, name a TriggerAuthentication with a client certificate in autoscaling.authenticationRef." .where) }}
 {{- end -}}
