@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -15,6 +16,25 @@ LIST_TIMEOUT_S = 10.0
 REQUEST, SAMPLING, SCHEDULING = "Request", "Sampling", "Scheduling and speculation"
 """Titles of the groups of options in --help."""
 
+MAX_COUNT = 2**32 - 1
+"""Largest number that a count of tokens of a request holds (uint32)."""
+MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 2**31 - 1
+MAX_TIME_S = float(MAX_COUNT // 1000)
+"""Longest time limit, which a request holds in milliseconds (uint32): 49 days. Also of a deadline, since gRPC takes
+one that is far too long as one that has passed.
+"""
+
+
+@contextlib.contextmanager
+def only_utf8() -> Iterator[None]:
+    """Raise BadParameter for a text that is read or put into a request within, and is not UTF-8."""
+    try:
+        yield
+    except UnicodeError:
+        raise typer.BadParameter("the prompt and the options must be UTF-8") from None
+
+
 ModelOption = Annotated[
     str, typer.Option(help="Model name; empty: the gateway's only model.", rich_help_panel=REQUEST)
 ]
@@ -26,6 +46,7 @@ MaxTokensOption = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=MAX_COUNT,
         help="Maximum number of output tokens (default: the gateway's).",
         show_default=False,
         rich_help_panel=SAMPLING,
@@ -54,6 +75,7 @@ TopKOption = Annotated[
     int | None,
     typer.Option(
         min=0,
+        max=MAX_COUNT,
         help="Sample among this many most likely tokens (default: 0, off).",
         show_default=False,
         rich_help_panel=SAMPLING,
@@ -63,6 +85,7 @@ SeedOption = Annotated[
     int | None,
     typer.Option(
         min=0,
+        max=MAX_SEED,
         help="Random seed; the same seed gives the same text (default: chosen by the server).",
         show_default=False,
         rich_help_panel=SAMPLING,
@@ -76,12 +99,19 @@ StopOption = Annotated[
 ]
 PriorityOption = Annotated[
     int | None,
-    typer.Option(help="Higher runs first (default: 0).", show_default=False, rich_help_panel=SCHEDULING),
+    typer.Option(
+        min=-MAX_PRIORITY - 1,
+        max=MAX_PRIORITY,
+        help="Higher runs first (default: 0).",
+        show_default=False,
+        rich_help_panel=SCHEDULING,
+    ),
 ]
 TimeLimitOption = Annotated[
     float | None,
     typer.Option(
         min=0.001,
+        max=MAX_TIME_S,
         help="Soft limit: generation stops after this many seconds, and the text so far is the answer (none).",
         show_default=False,
         rich_help_panel=SCHEDULING,
@@ -91,6 +121,7 @@ TimeoutOption = Annotated[
     float | None,
     typer.Option(
         min=0.001,
+        max=MAX_TIME_S,
         help="Hard deadline of the call in seconds (none).",
         show_default=False,
         rich_help_panel=SCHEDULING,
@@ -100,6 +131,7 @@ DraftTokensOption = Annotated[
     int | None,
     typer.Option(
         min=0,
+        max=MAX_COUNT,
         help="Maximum draft tokens per round; 0: no speculation.",
         show_default=False,
         rich_help_panel=SCHEDULING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated
 
 import typer
@@ -44,21 +44,22 @@ def chat(
 
     Without a terminal, each line of stdin is a message.
     """
-    template = ask.make_request(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        priority=priority,
-        time_limit=time_limit,
-        draft_tokens=draft_tokens,
-        workload_class=workload_class,
-    )
-    if system is not None:
-        template.messages.messages.add(role="system", content=system)
+    with ask.only_utf8():
+        template = ask.make_request(
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            priority=priority,
+            time_limit=time_limit,
+            draft_tokens=draft_tokens,
+            workload_class=workload_class,
+        )
+        if system is not None:
+            template.messages.messages.add(role="system", content=system)
     interactive = sys.stdin.isatty()
     with dial.client(url, tls_ca, name=tls_name, api_key=api_key) as client:
         models = ask.models(client, model)
@@ -73,9 +74,17 @@ def chat(
         )
         if interactive:
             print(HELP, file=sys.stderr)
-        for line in _typed_lines() if interactive else sys.stdin:
+        for line in _utf8(_typed_lines() if interactive else sys.stdin):
             if not _handle_line(talk, line.strip(), interactive=interactive, timeout=timeout):
                 break
+
+
+def _utf8(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines. Raise BadParameter at one that is not UTF-8."""
+    with ask.only_utf8():
+        for line in lines:
+            line.encode()  # bytes that Python could not decode became surrogates, which have no encoding
+            yield line
 
 
 def _handle_line(talk: Conversation, line: str, *, interactive: bool, timeout: float | None) -> bool:

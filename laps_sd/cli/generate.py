@@ -38,7 +38,10 @@ def generate(
     expected_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Expected output length in tokens, a hint for the scheduler.", show_default=False
+            min=1,
+            max=ask.MAX_COUNT,
+            help="Expected output length in tokens, a hint for the scheduler.",
+            show_default=False,
         ),
     ] = None,
     workload_class: ask.ClassOption = "",
@@ -56,26 +59,29 @@ def generate(
     ] = False,
 ) -> None:
     """Generate text and print it as it arrives; the last line (on stderr) shows statistics of speculation."""
-    text = sys.stdin.read() if prompt == "-" else prompt
-    request = ask.make_request(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop,
-        priority=priority,
-        time_limit=time_limit,
-        draft_tokens=draft_tokens,
-        workload_class=workload_class,
-    )
-    request.idempotency_key = idempotency_key
-    request.keep = keep
+    with ask.only_utf8():
+        text = sys.stdin.read() if prompt == "-" else prompt
+        request = ask.make_request(
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            priority=priority,
+            time_limit=time_limit,
+            draft_tokens=draft_tokens,
+            workload_class=workload_class,
+        )
+        request.idempotency_key = idempotency_key
+        request.keep = keep
     if expected_tokens is not None:
         request.expected_output_tokens = expected_tokens
     with dial.client(url, tls_ca, name=tls_name, api_key=api_key) as client:
-        put_prompt(request, text, system=system, chat=not raw and ask.has_template(client, model))
+        chat = not raw and ask.has_template(client, model)
+        with ask.only_utf8():
+            put_prompt(request, text, system=system, chat=chat)
         events = ask.Answer(client, request, timeout=timeout)
         try:
             with dial.within(timeout):

@@ -489,10 +489,27 @@ def test_top_without_its_package_names_the_command_that_installs_it():
     assert done.stderr == "laps-sd: `laps-sd top` needs the package textual: pip install 'laps-sd[top]'\n"
 
 
+NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
+"""A byte that is not UTF-8, as Python has it in arguments."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("generate", "Once", "--max-tokens", "-3"), "max-tokens"),
+        (("generate", "Once", "--max-tokens", str(2**32)), "--max-tokens"),
+        (("generate", "Once", "--top-k", str(2**32)), "--top-k"),
+        (("generate", "Once", "--seed", str(2**64)), "--seed"),
+        (("generate", "Once", "--priority", str(2**31)), "--priority"),
+        (("generate", "Once", "--priority", str(-(2**31) - 1)), "--priority"),
+        (("generate", "Once", "--draft-tokens", str(2**32)), "--draft-tokens"),
+        (("generate", "Once", "--expected-tokens", str(2**32)), "--expected-tokens"),
+        (("generate", "Once", "--time-limit", "inf"), "--time-limit"),
+        (("generate", "Once", "--time-limit", "1e300"), "--time-limit"),
+        (("generate", "Once", "--time-limit", "nan"), "--time-limit"),
+        (("chat", "--timeout", "inf"), "--timeout"),
+        (("generate", "Once", "--idempotency-key", NOT_UTF8), "must be UTF-8"),
+        (("chat", "--system", NOT_UTF8), "must be UTF-8"),
         (("bench", "nonsense"), "There is no benchmark 'nonsense'"),
         (("up", "--target", "/nowhere"), "--target /nowhere does not exist"),
         (("up", "--draft", "/nowhere"), "--draft needs a target"),
@@ -516,6 +533,41 @@ def test_a_mistake_is_a_sentence_and_a_non_zero_exit(arguments, sentence):
     assert done.returncode != 0
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"], ids=["in UTF-8", "in C"])
+@pytest.mark.parametrize("command", [("generate", "-"), ("chat",)], ids=" ".join)
+def test_an_input_that_is_not_utf8_is_a_mistake(fake_stack, command, errors):
+    """Python reads standard input by the locale: it raises, or keeps the bytes as surrogates."""
+    arguments = ["laps-sd", *command, "--url", fake_stack.gateway_address]
+    stdin = io.TextIOWrapper(io.BytesIO(b"Once \xff\n"), encoding="utf-8", errors=errors)
+    stderr = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(sys, "stdin", stdin),
+        contextlib.redirect_stderr(stderr),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+
+    assert ended.value.code
+    assert "the prompt and the options must be UTF-8" in stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("option", "largest", "said"),
+    [
+        ("--seed", str(2**64 - 1), "-- length: 2 tokens"),
+        ("--time-limit", "4294967", "time_limit_ms must be from 1 to"),
+        ("--priority", str(-(2**31)), "priority must be from"),
+    ],
+)
+def test_a_number_that_a_request_can_hold_is_left_to_the_gateway(fake_stack, option, largest, said):
+    done = laps_sd(
+        "generate", "Once", "--url", fake_stack.gateway_address, "--max-tokens", "2", option, largest
+    )
+
+    assert said in done.stderr
 
 
 def test_the_wrong_address_says_what_answers_there(fake_stack):
