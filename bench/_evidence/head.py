@@ -26,7 +26,7 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
     if on_processes:
         yield "The same policies on real processes: [below](#the-same-on-the-real-system)."
     yield "Results of the demo pair are of its weights of 2026-11-21, of whose draft tokens fewer were accepted (0.60 instead of 0.67 at temperature 0.8); those of"
-    yield "[conversations](#conversations-on-the-real-stack) and of [steps inside vLLM](#inside-one-vllm-server) are of the present ones."
+    yield "[conversations](#conversations-on-the-real-stack) and of [vLLM](#inside-one-vllm-server) are of the present ones."
     yield ""
     yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
     yield from ("", "```", about["command"], "```", "")
