@@ -88,6 +88,6 @@ LINK_STALE = counter(
 
 
 def forget_shard(shard: str) -> None:
-    """Remove what is measured of a shard that no gateway uses any more."""
+    """Remove what is measured of a shard that this gateway does not use any more."""
     for metric in (LINK_UP, LINK_GREETINGS, LINK_STALE):
         metric.remove(shard)

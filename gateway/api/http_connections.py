@@ -74,8 +74,7 @@ class HttpConnections:
 
     def half_closed(self, transport: asyncio.BaseTransport) -> None:
         """End a connection whose client sends nothing any more, if it awaits an answer. aiohttp closes the
-        connection too, but only once the client has read what was written: until then the request would go on
-        for nobody."""
+        connection too, but only once the client has read what was written; until then its request would go on."""
         awaits_headers = self._deadlines.get(transport) is not None
         if transport in self._deadlines and not awaits_headers and transport not in self._idle:
             cast(asyncio.Transport, transport).abort()

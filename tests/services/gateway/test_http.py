@@ -674,7 +674,7 @@ class TestWhatIsAskedFor:
 
 
 class SlowReader:
-    """A client that asked for a stream and reads little; the kernel takes little for it."""
+    """A client of a stream that reads little, and for which the kernel buffers little."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, served: Served) -> None:
         self.reader = reader
@@ -688,7 +688,7 @@ class SlowReader:
 
     @classmethod
     async def open(cls, served: Served) -> tuple[SlowReader, str]:
-        """Ask for a stream; return its client and its request."""
+        """Send a request for a stream; return its client and its id."""
         assert served.running.gateway.http is not None
         receiver = socket.socket()
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -706,7 +706,7 @@ class SlowReader:
         return self.connection.transport
 
     async def falls_behind(self, served: Served, request_id: str, *, far: bool) -> None:
-        """Wait until the gateway holds bytes for it; `far`: so many that it writes no more."""
+        """Wait until the gateway holds bytes for it; `far`: until it writes no more."""
         self.writer.transport.pause_reading()
 
         def behind() -> bool:
