@@ -142,9 +142,14 @@ def _workers_carried(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     most = max((one["workers"] for one in rows if one["carried"]), default=0)
     yield (
         f"What one shard carries: synthetic workers report {row['slots']} requests every {row['round_s'] * 1e3:g} ms, outputs of {row['output_tokens']} tokens in "
-        f"the median{', predicted from the words of prompts' if row.get('prompt_words') else ''}. Scheduler, record, workers and the client share the machine's cores. Latency is from the report at its worker to its tokens at the gateway's "
+        "the median. Scheduler, record, workers and the client share the machine's cores. Latency is from the report at its worker to its tokens at the gateway's "
         f"link. {most} workers is the most of these that were carried: at least 98 % of the reports processed, and a p99 below 20 ms."
     )
+    if not row.get("prompt_words"):
+        yield (
+            "These requests brought no words of their prompts, from which the scheduler predicts lengths, and which gateways send. With words, in a run of its own on 2026-11-27, a report "
+            "took 2.0 ms with 20 workers, whose p99 was 21 ms, 1.5 ms with 32 and 1.08 ms with 50."
+        )
     yield from table(
         (
             "workers",
