@@ -24,7 +24,6 @@ __all__ = ["RUNNING", "Pausing", "Row", "Window", "schedules_ahead"]
 
 RUNNING = RequestStatus.RUNNING
 """Looked up once: Python 3.11 calls a function for each member of an enum, which counts for each request of each step."""
-_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def schedules_ahead(*args: Any, **kwargs: Any) -> bool:
@@ -294,21 +293,9 @@ class Pausing:
         return run
 
     def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
-        """Return the waiting ones of `chosen`, and one more for each that is not ready yet: its grammar
-        compiles, or its KV is on the way. vLLM passes over such a request, and its place must not stay empty.
-        """
+        """Return the requests that join the step: the waiting ones of `chosen`."""
         waiting = self.waiting.all
-        admitted = [request for request in chosen if request.request_id in waiting]
-        not_ready = sum(request.status not in _READY for request in admitted)
-        if not_ready:
-            named = {request.request_id for request in chosen}
-            for request in self.others():
-                if not not_ready:
-                    break
-                if request.request_id in waiting and request.request_id not in named:
-                    admitted.append(request)
-                    not_ready -= 1
-        return admitted
+        return [request for request in chosen if request.request_id in waiting]
 
     def _make_room(
         self, chosen: Sequence[Request], paused: list[Request], admitted: Sequence[Request]

@@ -51,7 +51,7 @@ ENDS = {
 }
 COMPILES = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
-READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 OBSERVE_S = 1.0
 """Time between two looks at the queue for the metrics."""
 IDLE_KEEP_S = 1.0
@@ -238,9 +238,7 @@ class Laps(Pausing):
         """Return whether a request that is not in `running` can take a place of the next step: it waits, or its KV has
         arrived, and vLLM puts it in by itself where a place is free."""
         status = request.status
-        if request.request_id in self.waiting.all:
-            if status is not COMPILES:
-                return True
+        if status is COMPILES:
             wanted = request.structured_output_request
             return wanted is None or wanted.grammar is not None  # vLLM ends one whose grammar is wrong
         return status in READY or (status is LOADS and request.request_id in self.finished_recving_kv_req_ids)
