@@ -127,11 +127,11 @@ class PromptLengths:
     def predict(self, features: bytes, workload_class: str, tenant: str) -> float | None:
         """Return the predicted output tokens of a request with these packed features; None without features,
         and while too little is known."""
-        if not features or (self.learned < LEARNED_ENOUGH and not self._start):
-            return None
-        return self._predicted(self._sums(features, workload_class, tenant))
+        return self._predicted(self._sums(features, workload_class, tenant)) if features else None
 
-    def _predicted(self, sums: _Sums) -> float:
+    def _predicted(self, sums: _Sums) -> float | None:
+        if self.learned < LEARNED_ENOUGH and not self._start:
+            return None
         return math.exp(min(max(0.0, self._mean(sums)), LONGEST_LOG))
 
     def learn(
@@ -143,7 +143,7 @@ class PromptLengths:
         if not features:
             return None
         sums = self._sums(features, workload_class, tenant)
-        before = self._predicted(sums) if self._start or self.learned >= LEARNED_ENOUGH else None
+        before = self._predicted(sums)
         log_length = math.log(length)
         if cut:
             observed = _beyond(log_length - sums.fresh, log_length - sums.warm)
@@ -166,7 +166,7 @@ class PromptLengths:
         if not features:
             return None
         sums = self._sums(features, workload_class, tenant)
-        before = self._predicted(sums) if self._start or self.learned >= LEARNED_ENOUGH else None
+        before = self._predicted(sums)
         log_tokens = math.log(tokens)
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
         if weight >= LEAST_WEIGHT:
