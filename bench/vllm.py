@@ -13,8 +13,8 @@ token ids of prompts; without any hint also with that switched off.
   * speed: tokens per CPU second of the engine while at least a full batch waits.
   * cost: CPU time of the core and `choose` in a step of 64 requests while 1,000 wait, on vLLM's scheduler with a
     virtual runner; interpreted, and with `--compiled DIR` compiled.
-  * clock: one OpenAI server of vLLM for each mode, the same requests in turn. Speed, clock and shape are with the
-    compiled core if there is one (`--compiled DIR`).
+  * clock: one OpenAI server of vLLM for each mode, the same requests in turn. Speed, worker, clock and shape have
+    the compiled core if there is one (`--compiled DIR`).
   * shape (only if named): on the clock, a model of a real shape with weights at random (`--shape`, Llama 3 8B) in
     vLLM's engine core, without drafts; bursts and Poisson arrivals, with and without async scheduling. Lengths are
     recorded (`--lengths`) or drawn, and no scheduler can see them. It is for GPUs.
@@ -113,7 +113,7 @@ def _measured(
     tree = (options.compiled or ROOT).resolve()
     for part in BY_NAME:
         if part in options.parts:
-            yield from _on_shape(part, options, folder, described)
+            yield from _on_shape(part, options, folder, described, tree)
     if "steps" in options.parts:
         with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
@@ -152,7 +152,9 @@ def _measured(
             yield from on_clock.measure(servers, options.clock_count, seeds, options.load, setup)
 
 
-def _on_shape(part: str, options: Any, folder: Path, described: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _on_shape(
+    part: str, options: Any, folder: Path, described: dict[str, Any], tree: Path
+) -> Iterator[dict[str, Any]]:
     began_s = time.monotonic()
     vocab = PAIRS[options.shape][0].vocab
     if options.lengths is not None:
@@ -176,7 +178,6 @@ def _on_shape(part: str, options: Any, folder: Path, described: dict[str, Any]) 
         "kv_tokens": COMPUTED_KV_TOKENS,
         "threads": 1,
     }
-    tree = (options.compiled or ROOT).resolve()
     with _driver(options.vllm, setup, folder, part, tree) as peer:
         version = peer.ready()
         ready_s, on = time.monotonic() - began_s, peer.ask({"task": "about"})
