@@ -85,8 +85,9 @@ log = get_logger(__name__)
 MAX_INBOX = 20_000
 """Items that may wait for a turn; with more, streams are no longer read."""
 MAX_TURN = 256
-"""Items of one turn. A loop that is late gains nothing from longer turns, while everything that a turn writes
-has to be on the record within the store's timeout: 256 reports of 64 requests take it about half a second.
+"""Items of one turn, and the timers of requests that it runs at most. A loop that is late gains nothing from longer
+turns, while everything that a turn writes has to be on the record within the store's timeout: 256 reports of 64
+requests take it about half a second.
 """
 _WRITTEN = frozenset({TransitionStatus.OK, TransitionStatus.ALREADY})
 OBSERVE_S = 1.0
@@ -119,8 +120,12 @@ class Loop:
         """
         self.room.set()
         self.timers = Timers()
+        self._client_timers = Timers()
+        """Timers of requests and their clients, apart from the others: any number of them may be due at the same
+        time, and a turn runs MAX_TURN at most.
+        """
         self.roster = Roster(settings, self.timers)
-        self.clients = Clients(settings, store, self.timers, outage, lead=self, traces=traces)
+        self.clients = Clients(settings, store, self._client_timers, outage, lead=self, traces=traces)
         self._working_copy = WorkingCopy(self.clients, self.roster)
         self._repair = Repair(
             store=store,
@@ -262,7 +267,8 @@ class Loop:
         if self._inbox or self._repair.events or self._decided is not None:
             await asyncio.sleep(0)  # let the streams' handlers send what the last turn decided
             return
-        next_s = self.timers.next_s
+        times_s = (self.timers.next_s, self._client_timers.next_s)
+        next_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         # Not wait_for: on Python 3.11 it can lose a cancellation that comes together with the event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if next_s is None else max(0.0, next_s - self.clock())):
@@ -278,6 +284,7 @@ class Loop:
         for item in items:
             self._collect(turn, item)
         self.timers.run_due(turn)
+        self._client_timers.run_due(turn, MAX_TURN)
         if turn.lead_in_doubt:
             await self._repair.confirm_lead()
             for settled in turn.settled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -186,15 +187,18 @@ class Timers:
         """Return when the next timer is due; None without one."""
         return self._heap[0][0] if self._heap else None
 
-    def run_due(self, turn: Turn) -> None:
-        """Run what is due; an action may set timers that are due at once."""
-        while self._heap and self._heap[0][0] <= turn.now_s:
+    def run_due(self, turn: Turn, most: float = math.inf) -> None:
+        """Run what is due, at most so many actions: others stay due. An action may set timers that are due at
+        once.
+        """
+        while most > 0 and self._heap and self._heap[0][0] <= turn.now_s:
             timer = heapq.heappop(self._heap)[2]
             action, timer.action = timer.action, None
             if action is None:
                 self._cancelled -= 1
             else:
                 action(turn)
+                most -= 1
 
     def cancelled(self) -> None:
         """Count one more cancelled entry. At half of the heap it is rebuilt without them, so that a

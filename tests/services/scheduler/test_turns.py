@@ -18,7 +18,7 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.leader.loop import Loop
+from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
@@ -82,13 +82,14 @@ class Leader:
     def __init__(self, store: Store, settings: SchedulerSettings) -> None:
         core_settings = CoreSettings()
         self.store = store
+        self.now_s = 1_700_000_000.0
         self.core = Scheduler(policy_named("laps-sd", core_settings), core_settings, Priors())
         self.loop = Loop(
             probes=Probes(),
             settings=settings,
             core=self.core,
             store=store,
-            clock=lambda: 1_700_000_000.0,
+            clock=lambda: self.now_s,
             outage=Outage(),
             traces=RequestTraces(QUIET, shard=settings.shard, policy="laps-sd"),
         )
@@ -113,6 +114,10 @@ class Leader:
 
     async def submit(self, request_id: str, **more: Any) -> None:
         """Submit a request, and run the turns in which it is put on a list."""
+        await self.turn(self.submits(request_id, **more))
+        await self.turn()
+
+    def submits(self, request_id: str, **more: Any) -> FromGateway:
         submit = gateway_pb.Submit(
             submission_id=1,
             request_id=request_id,
@@ -124,8 +129,7 @@ class Leader:
             model="m",
             **more,
         )
-        await self.turn(FromGateway(self._gateway, gateway_pb.GatewayMessage(submit=submit)))
-        await self.turn()
+        return FromGateway(self._gateway, gateway_pb.GatewayMessage(submit=submit))
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a request, and run the turn in which its end is written."""
@@ -138,7 +142,7 @@ class Leader:
 
     def counted(self, request_id: str) -> int:
         """Return the output tokens that the core has counted."""
-        explanation = self.core.explain(request_id, 1_700_000_000.0)
+        explanation = self.core.explain(request_id, self.now_s)
         assert explanation is not None
         return explanation.emitted
 
@@ -448,3 +452,32 @@ def refusals() -> float:
         for sample in metric.samples
         if sample.name.endswith("_total")
     )
+
+
+async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader) -> None:
+    """One batch with all of them could outlast the timeout of the store, and then the lease."""
+    ids = [f"r{number}" for number in range(2 * MAX_TURN + 1)]
+    await leader.turn(*(leader.submits(request_id, deadline_in_ms=1000) for request_id in ids))
+    await leader.turn()
+
+    leader.now_s += 1.0
+    ended = []
+    while leader.loop.clients.live:
+        await leader.turn()
+        ended.append(len(leader.ends))
+
+    assert ended == [0, MAX_TURN, 2 * MAX_TURN, len(ids)]
+    assert set(leader.ends.values()) == {gateway_pb.RequestEnd.KIND_DEADLINE}
+
+
+async def test_other_timers_do_not_wait_for_requests_that_end_together(leader: Leader) -> None:
+    ids = [f"r{number}" for number in range(2 * MAX_TURN)]
+    await leader.turn(*(leader.submits(request_id, deadline_in_ms=1000) for request_id in ids))
+    leader.now_s += 2.0
+    ran: list[int] = []
+    leader.loop.timers.at(leader.now_s, lambda turn: ran.append(len(turn.events)))
+
+    await leader.turn()
+
+    assert len(ran) == 1
+    assert leader.loop.clients.live
