@@ -192,6 +192,8 @@ WEIGHTS = {
     "lose the tail": 1,
     "newest leader dies": 1,
 }
+NOTHING_MORE = 4
+"""Draw with which `decide` decides nothing beside what workers have reported."""
 VERBS = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish"}
 
 
@@ -227,6 +229,10 @@ class Protocol(RuleBasedStateMachine):
             self.connect(0, at)
             self.submit(0, key=True, retried=False)
             self.decide(0, slot=at, worker=at, what=0, at_once=True)
+        # The log has rows of them in another order than that of their arrival.
+        for at in reversed(range(WORKERS)):
+            self.work(at, count=1, ends=False, told=1)
+            self.decide(0, slot=at, worker=at, what=NOTHING_MORE, at_once=True)
         self.sync()
 
     def open(self) -> Store:
