@@ -111,6 +111,10 @@ class Clients:
         """Ids of submissions that were refused because the record did not answer, and that it may hold all
         the same.
         """
+        self.restoring: set[str] = set()
+        """Ids of requests that a gateway or a worker has brought back while the record did not answer, and that it
+        may hold all the same. They come again.
+        """
         self._settings = settings
         self._store = store
         self._timers = timers
@@ -333,8 +337,8 @@ class Clients:
         except StoreUnavailable as error:
             self._outage.began(error)
             for session, submission, new in admitted:
-                if new.request_id not in self.live and new.request_id not in shown:
-                    self.doubtful.add(new.request_id)
+                if new.request_id not in self.live:
+                    (self.restoring if new.request_id in shown else self.doubtful).add(new.request_id)
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
         for (session, submission, new), result in zip(admitted, results, strict=True):
@@ -368,7 +372,9 @@ class Clients:
             self._set_limits(live)
 
     async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
-        return await self._leading(lambda: self._store.submit(requests, shown))
+        results = await self._leading(lambda: self._store.submit(requests, shown))
+        self.restoring.difference_update(shown)
+        return results
 
     async def _leading(self, write: Callable[[], Awaitable[T]]) -> T:
         """Write to the record, a second time where the lead had to be confirmed first. Raises Fenced,
@@ -484,6 +490,7 @@ class Clients:
                 [result] = await self._submit([new], {new.request_id: shown})
             except StoreUnavailable as error:
                 self._outage.began(error)
+                self.restoring.add(new.request_id)
                 self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, _offer_again(offer))
                 continue
             if result.status is SubmitStatus.ACCEPTED and result.sequence > self.newest_sequence:

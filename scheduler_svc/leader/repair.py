@@ -108,7 +108,7 @@ class Repair:
             await batch.execute()
             await self._store.claim_again(restored)
         self._clients.ends_are_written_back(self._clock())
-        known = {*live, *self._clients.doubtful}
+        known = {*live, *self._clients.doubtful, *self._clients.restoring}
         unknown = [request_id for request_id in await self._store.unfinished_ids() if request_id not in known]
         for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
             # For this leader and its clients these requests ended long ago; the record has lost which end it

@@ -23,12 +23,21 @@ from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
-from scheduler_svc.leader.turn import DrainOrdered, FromGateway, FromWorker, Item, WorkerClosed, WorkerOpened
+from scheduler_svc.leader.turn import (
+    DrainOrdered,
+    FromGateway,
+    FromWorker,
+    Item,
+    LeadInDoubt,
+    WorkerClosed,
+    WorkerOpened,
+)
 from scheduler_svc.metrics import REFUSED
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
+from tests.store.kit import losing_answers
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 
@@ -481,3 +490,23 @@ async def test_other_timers_do_not_wait_for_requests_that_end_together(leader: L
 
     assert len(ran) == 1
     assert leader.loop.clients.live
+
+
+async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it_is_answered(
+    leader: Leader,
+) -> None:
+    restored = leader.submits("r", restores=True, shown_ids=[7, 8])
+    with losing_answers(leader.store):
+        await leader.turn(restored)
+    assert await leader.recorded("r") == (7, 8), "it is on the record, and the leader does not know it"
+
+    leader.store.distrust()
+    await leader.turn(LeadInDoubt())
+    await leader.turn(restored)
+    await leader.turn()
+
+    assert "r" not in leader.ends
+    stored = await leader.store.read("r")
+    assert stored is not None
+    assert stored.end is None
+    assert leader.counted("r") == 2
