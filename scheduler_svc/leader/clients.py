@@ -342,10 +342,12 @@ class Clients:
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
         for (session, submission, new), result in zip(admitted, results, strict=True):
+            self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
+        # Afterwards: a write-back ends what the record has and this table lacks.
+        for (_, _, new), result in zip(admitted, results, strict=True):
             live = self.live.get(result.request_id)
             if live is not None and result.status is SubmitStatus.ATTACHED:
                 await self._give_time(live, new.deadline_unix_ms)
-            self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
 
     def _new_request(self, submission: Submission, unix_ms: int) -> NewRequest:
         """Return a checked submission as the record takes it: without the words of its prompt if nothing is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -510,3 +511,26 @@ async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it
     assert stored is not None
     assert stored.end is None
     assert leader.counted("r") == 2
+
+
+async def test_a_request_survives_a_write_back_while_another_one_gets_more_time(leader: Leader) -> None:
+    """The server restarts between the arrivals of a turn and the new deadline of an earlier one."""
+    await leader.submit("early", idempotency_key="key", deadline_in_ms=1_000)
+    extend = leader.store.extend
+
+    async def after_a_restart(request_id: str, deadline_unix_ms: int | None) -> bool:
+        if not restarts:
+            restarts.append(request_id)
+            leader.store.distrust()
+        return await extend(request_id, deadline_unix_ms)
+
+    restarts: list[str] = []
+    with patch.object(leader.store, "extend", after_a_restart):
+        retry = leader.submits("retry", idempotency_key="key", deadline_in_ms=9_000)
+        await leader.turn(retry, leader.submits("new"))
+    await leader.turn()
+
+    assert restarts == ["early"]
+    stored = await leader.store.read("new")
+    assert stored is not None
+    assert stored.end is None
