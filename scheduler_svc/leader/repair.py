@@ -100,11 +100,13 @@ class Repair:
             batch.restore(restored)
             await batch.execute()
             await self._store.claim_again(restored)
-        for ended in self._clients.recent_ends:
+        ends = list(self._clients.recent_ends)
+        for start in range(0, len(ends), WRITE_BACK_TOGETHER):
+            some = ends[start : start + WRITE_BACK_TOGETHER]
             batch = self._store.batch()
-            restored = [ended.live.to_record()]
+            restored = [ended.live.to_record() for ended in some]
             batch.restore(restored)
-            batch.commit([ended.commit])
+            batch.commit([ended.commit for ended in some])
             await batch.execute()
             await self._store.claim_again(restored)
         self._clients.ends_are_written_back(self._clock())

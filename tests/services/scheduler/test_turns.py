@@ -22,6 +22,7 @@ from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
+from scheduler_svc.leader.repair import WRITE_BACK_TOGETHER
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import (
@@ -35,10 +36,11 @@ from scheduler_svc.leader.turn import (
 )
 from scheduler_svc.metrics import REFUSED
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
-from tests.store.kit import losing_answers
+from tests.store.kit import keys_of, losing_answers
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 
@@ -534,3 +536,38 @@ async def test_a_request_survives_a_write_back_while_another_one_gets_more_time(
     stored = await leader.store.read("new")
     assert stored is not None
     assert stored.end is None
+
+
+async def test_ends_are_written_back_together(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("stopped", idempotency_key="stopped")
+    await leader.turn(worker.reports(worker.progress("stopped", 0, 7, 8, end=STOP)))
+    await leader.turn()
+    cancelled = [f"r{number}" for number in range(WRITE_BACK_TOGETHER)]
+    await leader.turn(*(leader.submits(request_id) for request_id in cancelled))
+    await leader.turn(*(leader.cancels(request_id) for request_id in cancelled))
+    await leader.turn()
+    ids = ["stopped", *cancelled]
+    before = await leader.store.read_all(ids)
+    client = leader.store.transport.client
+    await client.delete(*await keys_of(client, leader.store.keys.prefix))
+
+    with patch.object(leader.store, "run", wraps=leader.store.run) as run:
+        leader.store.distrust()
+        await leader.turn(LeadInDoubt())
+
+    restored = [exchange for exchange in run.call_args_list if scripts.RESTORE in scripts_of(exchange)]
+    assert len(restored) == 2
+    assert [request.end for request in before.values()] == [End.STOP] + [End.CANCELLED] * len(cancelled)
+    after = await leader.store.read_all(ids)
+    assert {i: (a.end, a.committed_ids, a.detail, a.story) for i, a in after.items()} == {
+        i: (b.end, b.committed_ids, b.detail, b.story) for i, b in before.items()
+    }
+    for key in await keys_of(client, leader.store.keys.request("")):
+        assert await client.pttl(key) > 0
+    assert await leader.store.count_unfinished() == 0
+
+
+def scripts_of(exchange: Any) -> list[scripts.Script]:
+    return [call.script for call in exchange.args[0]]
