@@ -1,7 +1,7 @@
 """How long does a new leader read the record before it leads? `laps-sd bench recovery`
 
-The record of an embedded Valkey gets the unfinished requests of a dead leader: some on workers, with outputs
-in their own keys and in the log, the others waiting. A new leader takes over: it reads them, builds its
+The record of an embedded Valkey gets the unfinished requests of a dead leader, with the words of their prompts: some on
+workers, with outputs in their own keys and in the log, the others waiting. A new leader takes over: it reads them, builds its
 working copy, and its core ranks them. Measured from the moment when it has the lead until the loop would run its
 first turn, in a process that runs nothing else; the record works on another core.
 
@@ -30,7 +30,9 @@ from typing import Any
 import redis.asyncio as redis_client
 import uvloop
 
+from bench._control.lengths import prompt_features
 from bench.report import about, finish, progress, table
+from laps_sd.contract.length_features import packed
 from laps_sd.service.config import load
 from laps_sd.service.tracing import QUIET
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -50,6 +52,7 @@ LEASE_S = 3.0
 """The default of a scheduler."""
 SHARD = "main"
 SLOTS = 64
+MEDIAN_TOKENS = 250
 FILL_TOGETHER = 512
 """Requests that the dead leader writes together."""
 
@@ -99,7 +102,7 @@ def a_request(number: int, prompt_tokens: int, rng: random.Random) -> NewRequest
         body_hash=f"{rng.getrandbits(256):064x}",
         seed=number,
         submission=specification.SerializeToString(),
-        length_features=b"",
+        length_features=packed(prompt_features(request_id, MEDIAN_TOKENS)),
         prompt_blocks=b"",
     )
 
