@@ -38,9 +38,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bench._policy.run import quantile
 from bench._simulations import add_arguments, run_all
-from bench.report import Interval, finish, interval, ratio_interval, table
+from bench.report import Interval, finish, interval, quantile, ratio_interval, table
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling

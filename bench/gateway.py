@@ -34,7 +34,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
-from bench.report import about, finish, progress, table
+from bench.report import about, finish, progress, quantile, table
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.wire import server_options
@@ -297,8 +297,8 @@ def row(
         "deliveries_per_s": deliveries / lasted_s,
         "messages_per_s": messages / lasted_s,
         "tokens_per_message": TOKENS * deliveries / messages,
-        "delay_p50_s": delays[len(delays) // 2],
-        "delay_p99_s": delays[int(len(delays) * 0.99)],
+        "delay_p50_s": quantile(delays, 0.5),
+        "delay_p99_s": quantile(delays, 0.99),
         "gateway_cpu_share": cpu_s / lasted_s,
         "messages_per_cpu_s": messages / cpu_s,
         "deliveries_per_cpu_s": deliveries / cpu_s,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench._memory import GROWTH_MIB, Memory
 from bench._metrics import metric
-from bench.report import finish, progress, table
+from bench.report import finish, progress, quantile, table
 from laps_sd.client import Accepted, AsyncClient, Delta, Ended
 from laps_sd.contract.choose import reserved_slots
 from laps_sd.errors import LapsSdError, ResourceExhausted
@@ -205,7 +205,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
     await asyncio.to_thread(stack.check)
     full_queue_s = options.queue * MEAN_TOKENS / max(tokens_per_s, 1e-9)
     ordered = sorted(served.latency_s for served in tally.served)
-    p99_s = ordered[int(0.99 * (len(ordered) - 1))] if ordered else float("inf")
+    p99_s = quantile(ordered, 0.99) if ordered else float("inf")
     reserved = options.workers * reserved_slots(options.slots)
     shares = [
         (served.ended_s - served.accepted_s) / (rounds * round_s)

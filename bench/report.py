@@ -34,6 +34,14 @@ class Interval:
         return f"{self.middle:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def quantile(ordered: Sequence[float], level: float) -> float:
+    """Return the smallest of the values, given in ascending order, that at least this share does not exceed
+    (nearest rank).
+    """
+    # Rounded, because 0.07 · 100 is a little more than 7.
+    return ordered[max(1, math.ceil(round(level * len(ordered), 6))) - 1]
+
+
 def interval(samples: Sequence[float]) -> Interval:
     """Return the mean and Student's t interval of independent samples (two at least)."""
     mean = statistics.fmean(samples)

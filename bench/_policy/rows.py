@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench._policy.regime import OURS, Regime
-from bench._policy.run import DISTRIBUTION_POINTS, Runs, quantile
-from bench.report import Interval, ratio_interval
+from bench._policy.run import DISTRIBUTION_POINTS, Runs
+from bench.report import Interval, quantile, ratio_interval
 from scheduler_svc.core.estimates.errors import Moment
 
 SWEEP_SHARE = 1 / 3

@@ -13,6 +13,7 @@ from typing import Any
 
 from bench._policy.regime import Regime, make_policy, reports_per_s_of, router_of, settings_of
 from bench._simulations import run_all
+from bench.report import quantile
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
@@ -180,13 +181,6 @@ def estimates(errors: EstimateErrors) -> list[dict[str, Any]]:
         for basis in Basis
         if (found := errors.by.get((moment, basis))) is not None
     ]
-
-
-def quantile(ordered: Sequence[float], level: float) -> float:
-    """Return the smallest of the values, given in ascending order, that at least this
-    share does not exceed.
-    """
-    return ordered[min(len(ordered) - 1, int(level * len(ordered)))]
 
 
 Runs = dict[tuple[str, str], list[dict[str, Any]]]

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench._policy.run import quantile
 from bench._serve.cases import Case
-from bench.report import Interval, ratio_interval
+from bench.report import Interval, quantile, ratio_interval
 
 DRIFT = 0.25
 """Excess of a worker's machine time over the predicted one, as a share, above which something else on the

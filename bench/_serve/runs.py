@@ -9,14 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench._policy.run import quantile
 from bench._replay import draw_requests, ended_by_itself, traced_requests
 from bench._serve.cases import Case
 from bench._serve.lengths import lengths_row
 from bench._serve.results import Figures, Measured
 from bench._serve.workloads import Workload, in_turn, workloads
 from bench._serve_stack import Calibration, Run, ServedStack, calibrate, make_jobs, simulated_latencies
-from bench.report import progress
+from bench.report import progress, quantile
 from laps_sd.v1 import inference_pb2 as pb
 
 REPEATS = 2

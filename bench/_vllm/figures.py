@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._vllm.modes import FCFS, PRIORITY
-from bench.report import Interval, ratio_interval
+from bench.report import Interval, quantile, ratio_interval
 
 BURSTS = "all bursts"
 
@@ -15,7 +15,7 @@ BURSTS = "all bursts"
 def figures(latencies: Sequence[float]) -> dict[str, float]:
     """Return mean and quantiles of latencies."""
     ordered = sorted(latencies)
-    at = {f"p{share}": ordered[int(share / 100 * len(ordered))] for share in (50, 90, 99)}
+    at = {f"p{share}": quantile(ordered, share / 100) for share in (50, 90, 99)}
     return {"mean": statistics.fmean(ordered), **at, "worst": ordered[-1]}
 
 
