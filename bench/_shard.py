@@ -1,7 +1,8 @@
 """A shard in steady state around the real core: a number of queued requests and of virtual workers, and a new
 request for each one that ends.
 
-All randomness comes from one seed, so two shards of the same size see the same events.
+All randomness comes from one seed, so two shards of the same size see the same events. Requests bring the words of
+prompts, as a gateway sends them, and the core has learned lengths from the words of earlier ones.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from bench._control.lengths import output_length, prompt_features
+from laps_sd.contract.length_features import packed
 from scheduler_svc.core.commands import Assign, Command, Commit, Drop
 from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
+from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import Arrived, Event, RequestFacts, WorkerUp
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.start_weights import start_weights
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.worker import Specification, VirtualWorker
@@ -23,6 +29,10 @@ DRAFT_LEN = 5
 BLOCK_SIZE = 16
 MAX_LENGTH = 2048
 MAX_TOKENS = 1024
+MEDIAN_TOKENS = 148
+LEARNED = 1_500
+"""Ended requests that the core has learned from: while there are fewer than 1,000, it also learns from those that run."""
+TENANT = "tenant"
 CLASSES = ("", "chat", "code", "summary")
 ARRIVALS_PER_STEP = 256
 """Arrivals per step while the queue is filled."""
@@ -43,7 +53,7 @@ class VirtualShard:
         self._seed = seed
         self._rng = random.Random(seed)
         settings = CoreSettings()
-        self.core = Scheduler(policy_named(policy, settings), settings, Priors())
+        self.core = Scheduler(policy_named(policy, settings), settings, self._learned())
         self.workers: dict[str, VirtualWorker] = {}
         self._queued = queued
         self._slots = slots
@@ -64,6 +74,26 @@ class VirtualShard:
                 facts, draft_blocks=facts.target_blocks
             )  # the core looks at both pools of a worker
             self.workers[facts.worker_id] = VirtualWorker(facts, machine)
+
+    def _learned(self) -> Priors:
+        """Return priors that have learned lengths, from requests that never come."""
+        prompts = PromptLengths(*start_weights())
+        priors = Priors(prompts)
+        for number in range(LEARNED):
+            name, tokens = f"learned {number}", self._output_tokens(f"learned {number}")
+            workload_class, words = CLASSES[number % len(CLASSES)], self._words(name)
+            guesses = Guesses(prompt=prompts.predict(words, workload_class, TENANT))
+            priors.observe_length(workload_class, tokens, guesses, TENANT)
+            prompts.learn(words, workload_class, TENANT, tokens, cut=False)
+        return priors
+
+    def _words(self, request_id: str) -> bytes:
+        """Return the hashed words of a prompt, which show something of its output's length."""
+        return packed(prompt_features(f"{self._seed} {request_id}", MEDIAN_TOKENS))
+
+    def _output_tokens(self, request_id: str) -> int:
+        rng = random.Random(f"{self._seed} {request_id}")
+        return max(1, min(MAX_TOKENS, output_length(rng, MEDIAN_TOKENS)))
 
     def start(self) -> None:
         """Connect all workers, and queue as many requests as fill their lists."""
@@ -110,16 +140,18 @@ class VirtualShard:
     def _arrival(self) -> Arrived:
         self.arrivals += 1
         rng = self._rng
+        request_id = f"shard0-{self.arrivals:026d}"  # as long as real ones
         facts = RequestFacts(
-            request_id=f"shard0-{self.arrivals:026d}",  # as long as real ones
+            request_id=request_id,
             sequence=self.arrivals,
             arrival_s=self.now_s,
-            tenant="tenant",
+            tenant=TENANT,
             priority=0,
             workload_class=rng.choice(CLASSES),
             prompt_tokens=rng.randint(16, 512),
             max_tokens=MAX_TOKENS,
             expected_output_tokens=rng.randint(16, 512) if rng.random() < 0.5 else None,
+            length_features=self._words(request_id),
         )
         return Arrived(facts)
 
@@ -128,9 +160,9 @@ class VirtualShard:
 
     def _job(self, request_id: str) -> Job:
         """Return the true output of a request; it is drawn when the request is leased, equal for each lease."""
-        rng = random.Random(f"{self._seed} {request_id}")
+        rng = random.Random(f"{self._seed} paces of {request_id}")
         prompt = rng.randint(16, 512)
-        output = max(1, min(MAX_TOKENS, round(rng.lognormvariate(5.0, 0.8))))
+        output = self._output_tokens(request_id)
         acceptance = rng.betavariate(5.4, 2.6)
         paces = bytearray()
         left, gained = output, 0

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench._control.lengths import WORDS
 from bench.report import progress
 from scheduler_svc.core import COMPILED
 
@@ -24,18 +25,18 @@ BLOCK = 50
 
 
 def core_process(pipe: Connection, queued: int, workers: int, slots: int, policy: str) -> None:
-    """Build a shard, send its bytes per queued request, then time as many reports as a message requests."""
+    """Build a shard, send its bytes per request that was added to fill the queue, then time as many reports as a message requests."""
     from bench._shard import VirtualShard
     from scheduler_svc.__main__ import look_for_cycles_seldom
 
     look_for_cycles_seldom()
     shard = VirtualShard(queued=queued, workers=workers, slots=slots, policy=policy)
     shard.start()
-    waiting = shard.core.totals().queued
-    before = _resident_bytes()
+    arrived, before = shard.arrivals, _resident_bytes()
     shard.fill()
     gc.collect()
-    pipe.send((_resident_bytes() - before) / max(1, queued - waiting))
+    # Lists grow while the queue is filled, so not all of these are in it.
+    pipe.send((_resident_bytes() - before) / max(1, shard.arrivals - arrived))
     turn = list(shard.workers.values())
     rng = random.Random(0)
     for _ in range(WARM_UP_ROUNDS):
@@ -91,6 +92,7 @@ def measure_core(options: argparse.Namespace, workers: int) -> list[dict[str, An
                 "workers": workers,
                 "queued": queued,
                 "slots": options.slots,
+                "prompt_words": WORDS,
                 "median_ms": statistics.median(times),
                 "mean_ms": statistics.fmean(times),
                 "p99_ms": cuts[98],

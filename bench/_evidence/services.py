@@ -116,6 +116,13 @@ def deciding(path: Path) -> Iterator[str]:
             for row in core
         ),
     )
+    if not core[0].get("prompt_words"):
+        yield (
+            "These requests brought no words of their prompts, from which the core predicts lengths, and which gateways send. With words, in runs of its own on 2026-11-27 beside other work "
+            "(compiled, 10,000 queued), a report took 0.82 to 0.87 ms in the median with 10 workers where it took 0.37 ms without, and a request had 450 bytes more, 2,040 with one worker. "
+            "Bytes are of all requests that joined lists while the queue was filled, divided by those in the queue: with a short queue and many workers most of them are of the lists."
+        )
+        yield ""
     met = sum(row["median_ms"] <= GOAL_MS and row["ratio_shortest"] <= GOAL_GROWTH for row in core)
     yield (
         f"The goals are {GOAL_MS:g} ms in the median, and {GOAL_GROWTH:g} times the shortest queue's at most: {met} of {len(core)} rows meet both."

@@ -17,6 +17,7 @@ from bench._control.lengths import output_length, prompt_features
 from bench._control.options import GOAL_BYTES, GOAL_MS, verdict
 from bench._shard import VirtualShard
 from laps_sd.contract.length_features import problem_of
+from scheduler_svc.core.handlers.learning import OUTLIVED_UNTIL
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,6 +85,16 @@ GOOD = {"median_ms": GOAL_MS, "ratio_shortest": 1.0, "memory_per_queued_bytes": 
 )
 def test_each_goal_can_be_missed(bad, met):
     assert verdict([GOOD, GOOD | bad])[0] is met
+
+
+def test_the_core_predicts_lengths_from_the_words_of_all_requests_that_it_is_measured_with():
+    shard = VirtualShard(queued=20, workers=2, slots=4, policy="laps-sd")
+    shard.start()
+    shard.fill()
+
+    assert shard.core.priors.prompts.learned > OUTLIVED_UNTIL, "it has learned as much as in a long run"
+    explained = [shard.core.explain(f"shard0-{number + 1:026d}", 0.0) for number in range(shard.arrivals)]
+    assert all(one and "from the words of its prompt" in one.basis for one in explained)
 
 
 def test_the_virtual_shard_stays_in_steady_state():
