@@ -1,11 +1,13 @@
 """The file that keeps what the policy has learnt over restarts of a vLLM server.
 
 It holds counts, means, histograms and weights of hashed tokens: no prompt and no request id. A damaged or
-foreign file is not an error: learning starts again.
+foreign file is not an error: learning starts again. A digest of the rest is in the file, because most numbers can
+be read in place of others, and the server would end with an exception only when it computes with them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -18,6 +20,8 @@ __all__ = ["MAX_FILE_BYTES", "LearntFile", "new_priors"]
 
 MAX_FILE_BYTES = 64 * 2**20
 """Larger files are not read: 256 classes take less than a tenth of this."""
+DIGEST = "digest"
+"""Field with the digest of all others."""
 
 
 def new_priors(vocabulary: str) -> Priors:
@@ -44,12 +48,15 @@ class LearntFile:
             if self.path.stat().st_size > MAX_FILE_BYTES:
                 return None, f"{self.path} has more than {MAX_FILE_BYTES} bytes, and is not used"
             found = json.loads(self.path.read_text(encoding="utf-8"))
+            # Files of earlier builds have none.
+            if found.pop(DIGEST, None) not in (None, _digest(found)):
+                raise ValueError("the digest is another one")
             return Priors.from_dict(found, PromptLengths(start_name=vocabulary)), f"read from {self.path}"
         except FileNotFoundError:
             return None, f"{self.path} does not exist yet"
         except OSError as error:
             return None, f"{self.path} cannot be read ({error.strerror})"
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             return None, f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used"
 
     def keep(self, priors: Priors) -> None:
@@ -61,10 +68,19 @@ class LearntFile:
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        blob = json.dumps(kept, separators=(",", ":"))
+        blob = _json({**kept, DIGEST: _digest(kept)})
         scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
             scratch.write_text(blob, encoding="utf-8")
             scratch.replace(self.path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def _json(what: dict[str, Any]) -> str:
+    return json.dumps(what, separators=(",", ":"))
+
+
+def _digest(learnt: dict[str, Any]) -> str:
+    """Return a digest of what was learnt. It is the same after the way through the file."""
+    return hashlib.blake2b(_json(learnt).encode(), digest_size=16).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import random
 import zlib
@@ -307,6 +308,45 @@ class TestLearntFile:
 
         assert priors.to_dict() == Priors().to_dict()
         assert str(tmp_path / "l") in sentence
+
+    @pytest.mark.parametrize("value", [None, -1, 0, 1e308, math.inf, math.nan, "x"])
+    def test_a_file_with_another_number_starts_learning_again(self, tmp_path: Path, value: object) -> None:
+        """One that can be read, and that cannot be computed with."""
+        file = LearntFile(tmp_path / "l")
+        file.keep(self.learnt())
+        file.save()
+        damaged = json.loads((tmp_path / "l").read_text())
+        damaged["cost"]["rounds"] = value
+        (tmp_path / "l").write_text(json.dumps(damaged))
+        priors, sentence = file.load()
+
+        assert priors.to_dict() == Priors().to_dict()
+        assert "is not used" in sentence
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("rounds", 0), ("rounds", -1), ("drafted", -math.inf), ("sum_nm", 1e308)],
+    )
+    def test_a_damaged_file_of_an_earlier_build_starts_learning_again(
+        self, tmp_path: Path, name: str, value: float
+    ) -> None:
+        """Such files have no digest."""
+        learnt = Priors()
+        for _ in range(100):
+            learnt.observe_tokens("chat", 3, 4, (1, 1, 1, 0), (1, 1, 0, 0))
+            learnt.observe_acceptance("chat", 4, 12, 40)
+        damaged = learnt.to_dict()
+        damaged["all"]["acceptance"][name] = value
+        (tmp_path / "l").write_text(json.dumps(damaged))
+        priors, sentence = LearntFile(tmp_path / "l").load()
+
+        assert priors.to_dict() == Priors().to_dict()
+        assert "is not used" in sentence
+
+    def test_lists_without_end_start_learning_again(self, tmp_path: Path) -> None:
+        (tmp_path / "l").write_text("[" * 10**6)
+
+        assert "is not used" in LearntFile(tmp_path / "l").load()[1]
 
     def test_weights_of_another_vocabulary_are_not_used(self, tmp_path: Path) -> None:
         """A token id means another word there. The lengths of classes stay."""
