@@ -339,6 +339,42 @@ def test_a_format_that_cannot_be_compiled_ends_its_request_alone(make: Make) -> 
     assert len(texts["good"]) == 12
 
 
+TOO_COSTLY_AFTER_X = OutputFormat(FormatKind.REGEX, f"[)](x{'a?' * 500}|yz)")
+"""After x the next step exceeds what the library may compute."""
+
+
+def preferring(letter: str, name: str) -> Specification:
+    (token,) = TOKENIZER.encode(letter, add_special_tokens=False).ids
+    sampling = Sampling(logit_bias=((token, 90.0),))
+    return Specification(name, (5, 6), (), sampling, 9, format=TOO_COSTLY_AFTER_X)
+
+
+@cpu_only
+def test_a_draft_token_that_a_format_cannot_follow_ends_nothing(
+    one_core: OneCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model proposes x. The target chooses y for one request, and for the other the x, after which it
+    cannot go on."""
+    drafter = one_core.core.model_executor.driver_worker.worker.model_runner.drafter
+    compute = drafter.model.compute_logits
+    (x,) = TOKENIZER.encode("x", add_special_tokens=False).ids
+
+    def proposing_x(hidden: Any) -> Any:
+        logits = compute(hidden).clone()
+        logits[:, x] = 1000.0
+        return logits
+
+    monkeypatch.setattr(drafter.model, "compute_logits", proposing_x)
+    engine = one_core.engine()
+    texts, last, reports = finish_all(engine, [preferring("y", "goes on"), preferring("x", "fails")])
+
+    assert any(report.drafted > report.accepted for report in reports)
+    assert TOKENIZER.decode(texts["goes on"]) == ")yz", last["goes on"].error
+    assert last["goes on"].finish is End.STOP
+    assert last["fails"].finish is End.ERROR
+    assert (last["fails"].error or "").startswith("the output format cannot continue: lexer error")
+
+
 def test_committed_tokens_that_do_not_match_the_format_end_the_request(make: Make) -> None:
     one = replace(formatted(("regex",))[0], committed_ids=(TOKENIZER.encode("zz").ids[-1],))
     texts, last, _ = finish_all(make(), [one])

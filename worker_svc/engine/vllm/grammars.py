@@ -6,9 +6,10 @@ The backend here is vLLM's with another compiler: that of `sampling.formats`.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -51,6 +52,69 @@ def structured_outputs(wanted: OutputFormat | None) -> StructuredOutputsParams |
     return params
 
 
+class FollowedGrammar(GuidanceGrammar):
+    """vLLM's grammar of one request, which goes on after a draft token that it cannot follow.
+
+    A step that would cost too much makes the library's matcher fail for good, and vLLM then allows the end only. It may
+    follow a draft token that is rejected, so the format is compiled again, and follows the other tokens again.
+    """
+
+    ll_matcher: Any
+
+    def __init__(self, compile_again: Callable[[], Any], ll_tokenizer: Any, vocab_size: int) -> None:
+        """`compile_again` returns a matcher that has read nothing."""
+        super().__init__(compile_again(), ll_tokenizer, vocab_size)
+        self.problem = ""
+        """Why the last step failed, until a token is accepted after it."""
+        self._compile_again = compile_again
+        # Tokens that were accepted: committed ones, then draft tokens.
+        self._tokens: list[int] = []
+        # Those after which it could not tell what may come next; None: it never failed so, or other tokens came.
+        self._failed_after: list[int] | None = None
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Take in draft tokens, or committed ones. Returns False if the format does not allow them."""
+        if self.ll_matcher.is_error():
+            self._restart(list(self._tokens))
+        if self._failed_after is not None:
+            after = self._tokens + tokens
+            if (
+                len(after) > len(self._failed_after)
+                and after[: len(self._failed_after)] == self._failed_after
+            ):
+                return False
+        accepted = bool(super().accept_tokens(request_id, tokens))
+        if accepted:
+            self.problem, self._failed_after = "", None
+            self._tokens.extend(tokens)
+        elif self.ll_matcher.is_error():
+            self._restart(None)
+        return accepted
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Return the leading tokens that the format allows one after another."""
+        valid: list[int] = super().validate_tokens(tokens)
+        if self.ll_matcher.is_error():
+            self._restart(None)
+            self.problem = ""
+        return valid
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens, and a failure after them."""
+        before = list(self._tokens) if self.ll_matcher.is_error() else None
+        del self._tokens[max(0, len(self._tokens) - num_tokens) :]
+        if before is not None:
+            self._restart(before)
+        else:
+            super().rollback(num_tokens)
+
+    def _restart(self, failed_after: list[int] | None) -> None:
+        self.problem, self._failed_after = self.ll_matcher.get_error(), failed_after
+        self.ll_matcher = self._compile_again()
+        self.terminated, self.rollback_lag = False, 0
+        self.ll_matcher.try_consume_tokens(self._tokens)
+
+
 class BoundedGuidance(GuidanceBackend):
     """vLLM's backend over llguidance, with the compiler of the torch engine."""
 
@@ -59,7 +123,8 @@ class BoundedGuidance(GuidanceBackend):
     ) -> GuidanceGrammar:
         """Return the grammar of a format. Raises ValueError in one sentence for an impossible one."""
         wanted = OutputFormat(_KINDS[request_type], grammar_spec)
-        return GuidanceGrammar(matcher_of(wanted, self.ll_tokenizer), self.ll_tokenizer, self.vocab_size)
+        compiled = functools.partial(matcher_of, wanted, self.ll_tokenizer)
+        return FollowedGrammar(compiled, self.ll_tokenizer, self.vocab_size)
 
 
 def bound_formats(core: Any) -> None:
@@ -127,5 +192,5 @@ def format_problem(request: Request) -> str:
         return ""
     if isinstance(grammar, Exception):
         return first_line(grammar)
-    reason = grammar.ll_matcher.get_error()
+    reason = getattr(grammar, "problem", "") or grammar.ll_matcher.get_error()
     return f"the output format cannot continue: {formats.first_line(reason)}" if reason else ""

@@ -32,6 +32,8 @@ _METHODS = (
     (EngineCore, "post_step", ("self", "model_executed")),
     (GuidanceBackend, "compile_grammar", ("self", "request_type", "grammar_spec", "stop_token_ids")),
     (GuidanceGrammar, "accept_tokens", ("self", "request_id", "tokens")),
+    (GuidanceGrammar, "validate_tokens", ("self", "tokens")),
+    (GuidanceGrammar, "rollback", ("self", "num_tokens")),
     (
         BlockPool,
         "cache_full_blocks",
@@ -73,6 +75,6 @@ def _missing(first_runner: bool) -> Iterator[str]:
                 yield f"{owner.__name__}.{name}"
     if "_grammar" not in StructuredOutputRequest.__dataclass_fields__:
         yield "StructuredOutputRequest._grammar"
-    for name in ("ll_matcher", "ll_tokenizer", "vocab_size"):
+    for name in ("ll_matcher", "ll_tokenizer", "vocab_size", "terminated", "rollback_lag"):
         if name not in GuidanceGrammar.__dataclass_fields__:
             yield f"GuidanceGrammar.{name}"
