@@ -22,6 +22,7 @@ from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     DeviceFailed,
+    Drafter,
     Engine,
     OutOfMemory,
     Residency,
@@ -233,6 +234,30 @@ def test_running_out_of_memory_changes_nothing(pair: tuple[Path, Path], device: 
         for report in engine.round(live).requests:
             output[report.request_id].extend(report.tokens)
     assert output == expected
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "by steps"])
+def test_a_draft_model_without_memory_reads_its_context_again(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """The target is its own draft: all that it proposes is accepted, if it has read the whole context."""
+    engine = load_pair(pair[0], pair[0], device=device, slots=1, max_length=128, draft_len=3)
+    draft = engine._pair.draft
+    assert draft is not None
+    if not at_once:
+        monkeypatch.setattr(type(draft), "proposes", False)
+
+    def short_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    engine.add(spec("a", prompt_ids=tuple(range(2, 80)), max_tokens=20, drafter=Drafter.MODEL))
+    engine.round(["a"])  # the prompt
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+        patch.setattr(draft, "forward", short_of_memory)
+        patch.setattr(draft, "propose", short_of_memory)
+        engine.round(["a"])
+    reports = [engine.round(["a"]).requests[0] for _ in range(3)]
+    assert [(report.drafted, report.accepted) for report in reports] == [(3, 3)] * 3
 
 
 @pytest.mark.parametrize(
