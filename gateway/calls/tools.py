@@ -14,7 +14,7 @@ from gateway.model.bounded_json import decode_text, is_few, is_flat
 from gateway.model.dialect import Dialect
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
-from gateway.model.tool_calls.constraint import Wanted, grammar
+from gateway.model.tool_calls.constraint import TooLong, Wanted, grammar
 from gateway.model.tool_calls.parameters import Schema, Unwritable
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import MAX_FORMAT_CHARACTERS
@@ -249,11 +249,11 @@ def output_format_of(
         text = grammar(wanted, dialect.tools, reasoning, special)
     except Unwritable as error:
         raise InvalidArgument("messages.tools", f"cannot be used: {error}") from None
-    if len(text) > MAX_FORMAT_CHARACTERS:
+    except TooLong:
         field = "messages.tools" if wanted.tools else "output_format.json_schema"
         raise InvalidArgument(
-            field, f"must be at most {MAX_FORMAT_CHARACTERS} characters as one format, got {len(text)}"
-        )
+            field, f"must be at most {MAX_FORMAT_CHARACTERS} characters as one format"
+        ) from None
     return inference_pb2.OutputFormat(grammar=text)
 
 

@@ -15,8 +15,9 @@ from gateway.model.tool_calls.families import ToolFamily
 from gateway.model.tool_calls.parameters import Schema, allowed_texts, parameters_of, takes_text
 from gateway.model.tool_calls.tagged import Tags
 from laps_sd.contract.formats import ONE_LINE, WHITESPACE
+from laps_sd.contract.limits import MAX_FORMAT_CHARACTERS
 
-__all__ = ["MAX_CALLS", "Token", "Wanted", "grammar"]
+__all__ = ["MAX_CALLS", "Token", "TooLong", "Wanted", "grammar"]
 
 MAX_CALLS = 32
 """Most calls of one constrained output. Our choice: without a limit a model may repeat calls up to max_tokens."""
@@ -26,6 +27,10 @@ OPENING = frozenset({"$ref", "additionalProperties", "patternProperties", "uneva
 
 Token: TypeAlias = Callable[[str], int | None]
 """Returns the id of a text that is a special token; None for any other text."""
+
+
+class TooLong(ValueError):
+    """The grammar would have more characters than a format may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ def grammar(
 ) -> str:
     """Return the grammar. `special` finds special tokens, which are not text for a tokenizer. `reasoning`: its
     markers, and where the output begins; None: there is no reasoning. Raises Unwritable for arguments that the
-    family's form cannot have."""
+    family's form cannot have, and TooLong."""
     write = _Writer(special)
     kinds = []
     if wanted.tools:
@@ -59,18 +64,26 @@ def grammar(
     if reasoning is not None and reasoning[1] is not State.AFTER:
         start = f"reasoning blanks? ({start})"
         write.reasoning(*reasoning)
-    return "\n".join([f"start: {start}", *write.rules]) + "\n"
+    return write.beginning_with(f"start: {start}")
 
 
 class _Writer:
-    """Collects the rules of a grammar."""
+    """Collects the rules of a grammar. Raises TooLong at the first rule too many: a definition of a schema is part of the
+    rule of each parameter that may use it, so that the rest could be a thousand times as long."""
 
     def __init__(self, special: Token) -> None:
         self._special = special
-        self.rules: list[str] = []
+        self._written = ""
 
     def rule(self, name: str, body: str) -> None:
-        self.rules.append(f"{name}: {body}")
+        self.line(f"{name}: {body}")
+
+    def line(self, text: str) -> None:
+        self._written = _bounded(f"{self._written}{text}\n")
+
+    def beginning_with(self, line: str) -> str:
+        """Return the grammar, with one more line before the others."""
+        return _bounded(f"{line}\n{self._written}")
 
     def calls(self, wanted: Wanted, family: ToolFamily) -> None:
         """Add the rule `calls`."""
@@ -125,7 +138,7 @@ class _Writer:
         marker = end.strip("\n")
         token = self._special(marker)
         if token is None:
-            self.rules.append(f"{name}[suffix={_literal(end)}]: /(?s:.*)/")
+            self.line(f"{name}[suffix={_literal(end)}]: /(?s:.*)/")
         else:
             self.rule(name, f"/(?s:.*)/ <[{token}]> {_literal(end.partition(marker)[2])}")
 
@@ -134,7 +147,7 @@ class _Writer:
         end = self._special(markers.end)
         if end is None:
             thoughts = "thoughts"
-            self.rules.append(f"thoughts[suffix={_literal(markers.end)}]: /(?s:.*)/")
+            self.line(f"thoughts[suffix={_literal(markers.end)}]: /(?s:.*)/")
         else:
             thoughts = f"/(?s:.*)/ <[{end}]>"
         begun = state is State.INSIDE
@@ -202,6 +215,12 @@ def _json(schema: dict[str, Any], whitespace: dict[str, str] = ONE_LINE) -> str:
     if isinstance(options, dict):  # any other is refused when the format is judged
         schema = {**schema, "x-guidance": {**options, **whitespace}}
     return f"%json {json.dumps(schema)}"
+
+
+def _bounded(grammar: str) -> str:
+    if len(grammar) > MAX_FORMAT_CHARACTERS:
+        raise TooLong
+    return grammar
 
 
 def _literal(text: str) -> str:

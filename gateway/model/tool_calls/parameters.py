@@ -19,7 +19,12 @@ ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "ar
 OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 """How templates that render values with Python's `str` show them to a model, and their JSON."""
 DEEPEST = 16
-"""References and alternatives inside each other that are followed."""
+"""References from one to the next that are followed."""
+MOST_PARTS = 48
+"""Names in a reference that are followed: a schema has no more levels."""
+MOST_ALTERNATIVES = 256
+"""Alternatives of a parameter that are read, with those inside them. Our choice: definitions that refer to each other have
+any number of them, and the gateway serves no other call while it reads them."""
 WHOLE = (
     "$ref",
     "allOf",
@@ -84,17 +89,30 @@ def takes_text(name: str, schema: Any, root: Schema) -> bool:
         raise Unwritable(f"the schema of {name!r} refers to a definition that does not exist")
     if "string" not in _kinds(schema, root):
         return False
+    alternatives = _alternatives(schema, root)
+    if alternatives is None:
+        raise Unwritable(
+            f"more than {MOST_ALTERNATIVES} alternatives of {name!r} cannot be required in the form of this model's calls"
+        )
     for keyword in OF_TEXTS:
-        if _has(_resolved(schema, root), keyword):
+        if any(isinstance(one, dict) and keyword in one for one in alternatives):
             raise Unwritable(f"{keyword} of {name!r} cannot be required in the form of this model's calls")
     return True
 
 
-def _kinds(schema: Any, root: Schema, left: int = DEEPEST) -> frozenset[str]:
+def _kinds(schema: Any, root: Schema) -> frozenset[str]:
     """Return the JSON types that a schema allows."""
-    schema = _resolved(schema, root)
-    if not isinstance(schema, dict) or left == 0:
-        return ANY
+    kinds: set[str] = set()
+    for one in _alternatives(schema, root, of_typed=False) or [None]:
+        stated = _stated_kinds(one) if isinstance(one, dict) else ANY
+        if stated is None:
+            stated = frozenset() if _inner(one) else ANY
+        kinds |= stated
+    return frozenset(kinds) or ANY
+
+
+def _stated_kinds(schema: Schema) -> frozenset[str] | None:
+    """Return the JSON types that a schema states itself; None if it states none."""
     if "const" in schema:
         return _kinds_of([schema["const"]])
     if isinstance(values := schema.get("enum"), list):
@@ -103,9 +121,27 @@ def _kinds(schema: Any, root: Schema, left: int = DEEPEST) -> frozenset[str]:
         return frozenset({kind})
     if isinstance(kind, list):
         return frozenset(one for one in kind if isinstance(one, str))
-    if several := [*_list(schema, "anyOf"), *_list(schema, "oneOf")]:
-        return frozenset(kind for one in several for kind in _kinds(one, root, left - 1))
-    return ANY
+    return None
+
+
+def _alternatives(schema: Any, root: Schema, *, of_typed: bool = True) -> list[Any] | None:
+    """Return a schema, its alternatives, and those inside them, each once and without references; None for more than
+    MOST_ALTERNATIVES. `of_typed`: also those of schemas that state their types."""
+    found: dict[int, Any] = {}
+    waiting = [schema]
+    for _ in range(MOST_ALTERNATIVES):
+        if not waiting:
+            break
+        one = _resolved(waiting.pop(), root)
+        if id(one) not in found and isinstance(one, dict) and (of_typed or _stated_kinds(one) is None):
+            waiting += _inner(one)
+        found[id(one)] = one
+    return None if waiting else list(found.values())
+
+
+def _inner(schema: Schema) -> list[Any]:
+    """Return the alternatives that a schema has itself."""
+    return [*_list(schema, "anyOf"), *_list(schema, "oneOf")]
 
 
 def _kinds_of(values: Iterable[object]) -> frozenset[str]:
@@ -120,17 +156,10 @@ def _resolved(schema: Any, root: Schema) -> Any:
         if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
             break
         place: Any = root
-        for part in reference.removeprefix("#/").split("/"):
+        for part in reference.removeprefix("#/").split("/", MOST_PARTS):
             place = place.get(part) if isinstance(place, dict) else None
         schema = place
     return schema
-
-
-def _has(schema: Any, keyword: str) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    several = [*_list(schema, "anyOf"), *_list(schema, "oneOf")]
-    return keyword in schema or any(_has(one, keyword) for one in several)
 
 
 def _list(schema: Schema, keyword: str) -> list[Any]:

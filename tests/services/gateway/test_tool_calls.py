@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.model.tool_calls.constraint import closed
+from gateway.model.tool_calls.constraint import TooLong, Wanted, closed, grammar
 from gateway.model.tool_calls.families import FAMILIES, family_of
 from gateway.model.tool_calls.parameters import Schema
 from gateway.model.tool_calls.reader import MAX_DEPTH, Arguments, Broken, Call, Done, Event, Text
@@ -23,8 +24,14 @@ TOOLS: dict[str, Schema] = {
             "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "tags": {"type": "array"},
             "rain": {"type": "boolean"},
+            "tree": {"$ref": "#/$defs/Tree"},
+            "loop": {"$ref": "#/$defs/Loop"},
         },
-        "$defs": {"City": {"type": "string"}},
+        "$defs": {
+            "City": {"type": "string"},
+            "Tree": {"anyOf": [{"type": "string"}, *({"$ref": "#/$defs/Tree"} for _ in range(9))]},
+            "Loop": {"$ref": "#/$defs/Loop"},
+        },
     },
     "search": {},
     "now": {},
@@ -161,6 +168,8 @@ VALUES = [
     ("note", "null", "null"),
     ("note", "7", '"7"'),
     ("rain", "False", "false"),
+    ("tree", "7", '"7"'),
+    ("loop", "7", "7"),
     ("tags", '{"a": 1}', '{"a": 1}'),
     ("tags", "[1", '"[1"'),
     ("else", "7", "7"),
@@ -401,6 +410,20 @@ def test_the_ids_of_calls_differ_and_stay_the_same(family: str) -> None:
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_a_grammar_is_given_up_where_it_becomes_too_long_for_a_format() -> None:
+    shared = {"Long": {"description": "x" * 20_000}}
+    schema = {"properties": {f"p{n}": {"type": "array"} for n in range(1000)}, "$defs": shared}
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLong):
+            grammar(Wanted([("f", schema)]), FAMILIES["qwen3_coder"], None, lambda _: None)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert most < 2_000_000, "each of the 1000 parameters has the definitions, in 20 MB"
 
 
 @pytest.mark.parametrize(

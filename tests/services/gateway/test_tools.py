@@ -623,6 +623,27 @@ async def test_arguments_between_tags_follow_their_schemas(serve_template: Any) 
         ({"properties": {}, "anyOf": [{"required": ["a"]}]}, "anyOf next to properties"),
         ({"properties": {}, "required": ["a"]}, "required names 'a'"),
         ({"properties": {"a": {"$ref": "#/$defs/B"}}}, "the schema of 'a' refers to a definition"),
+        (
+            {
+                "properties": {"a": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/B"}]}},
+                "$defs": {"B": {"pattern": "x+"}},
+            },
+            "pattern of 'a'",
+        ),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/B"}},
+                "$defs": {"B": {"anyOf": [{"$ref": "#/$defs/B"}] * 300}},
+            },
+            "more than 256 alternatives of 'a'",
+        ),
+        (
+            {
+                "properties": {"a": {"type": "array"}, "b": {"type": "array"}},
+                "$defs": {"B": {"title": "x" * 40_000}},
+            },
+            "as one format",
+        ),
         ({"properties": {"a": {"type": "array", "minItems": -1}}}, "cannot be used"),
         ({"properties": 5}, "properties must be an object"),
     ],
