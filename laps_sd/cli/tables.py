@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Column", "fitted", "output_width"]
 
@@ -69,5 +70,5 @@ def _table(columns: Sequence[Column]) -> Table:
     for column in columns:
         table.add_column(column.title, no_wrap=True, overflow="ignore")
     for row in zip(*(column.cells for column in columns), strict=True):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a text as it is: Rich would read "[gpu]" in a name as markup
     return table

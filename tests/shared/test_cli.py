@@ -291,7 +291,7 @@ def test_the_queue_has_a_column_for_perceptible_where_the_policy_knows_it():
     def columns(*entries):
         reply = admin_pb2.ListQueueResponse(entries=entries)
         table = queue_table(reply)
-        return {str(column.header): list(column.cells) for column in table.columns}
+        return {str(column.header): list(map(str, column.cells)) for column in table.columns}
 
     plain = columns(admin_pb2.QueueEntry(request_id="a", ordered_by="its turn"))
     known = columns(
@@ -363,6 +363,15 @@ def test_the_workers_fit_the_terminal():
         assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
         assert "worker-of-the-second-rack" in shown
     assert "rounds" in drawn(workers_table(reply, None), 200)
+
+
+def test_names_in_a_table_are_no_markup() -> None:
+    reply = admin_pb2.ListWorkersResponse()
+    reply.workers.add(worker_id="w", worker_name="rack[gpu]", device="[/bold] CPU", connected=True)
+
+    shown = drawn(workers_table(reply), 200)
+    assert "rack[gpu]" in shown
+    assert "[/bold] CPU" in shown
 
 
 @pytest.mark.parametrize("command", ["queue", "workers"])
