@@ -203,7 +203,8 @@ function unseenPart(delta: Delta, cursor: Cursor): Delta | undefined {
 
 /** Returns the response of the unary call: choice 0, and the others in `more`. */
 export function collect(events: readonly StreamEvent[]): GenerateResponse {
-  const count = Math.max(0, ...events.map((event) => event.choice)) + 1;
+  // One by one, here and below: the arguments of a call are limited, and a long answer has more events and tokens.
+  const count = events.reduce((most, event) => Math.max(most, event.choice), 0) + 1;
   const responses = Array.from({ length: count }, () => create(GenerateResponseSchema));
   for (const event of events) {
     const response = responses[event.choice] as GenerateResponse;
@@ -213,7 +214,6 @@ export function collect(events: readonly StreamEvent[]): GenerateResponse {
         break;
       case "delta":
         response.text += event.value.text;
-        // One by one: the arguments of a call are limited, and a resumed output can come as one delta.
         for (const token of event.value.tokenIds) response.tokenIds.push(token);
         for (const logprob of event.value.logprobs) response.logprobs.push(logprob);
         if (event.value.promptLogprobs) response.promptLogprobs = event.value.promptLogprobs;

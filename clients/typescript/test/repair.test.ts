@@ -209,3 +209,12 @@ test("only failed calls are taken for such", () => {
   assert.ok(!isFailedCall(new TypeError("a mistake")));
   assert.equal(errorOf(failure(status.DATA_LOSS)).code, "DATA_LOSS");
 });
+
+test("an answer may have more events than a call has arguments", () => {
+  const progress = new Progress(makeRequest("x", { n: 2 }), PATIENT, 0);
+  const [event] = take(progress, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1)).slice(-1);
+
+  const answer = collect(Array<StreamEvent>(200_000).fill(event as StreamEvent));
+
+  assert.equal(answer.more[0]?.text.length, 200_000);
+});
