@@ -105,6 +105,13 @@ LinkKeyOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
+NOT_THE_LEADER = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+"""Status codes after which another scheduler may answer; the last: one that is paused, or behind a broken network."""
+
 Reply = TypeVar("Reply")
 
 
@@ -245,7 +252,8 @@ class Leader:
         return ",".join(self._seeds)
 
     def call(self, call: Callable[[grpc.Channel], Reply]) -> Reply:
-        """Call the leader: the last one, then each address in turn, and those that standbys refer to.
+        """Call the leader: the last one, then each address in turn, and those that standbys refer to. One that does not
+        answer in time is left for the next.
 
         Raises grpc.RpcError.
         """
@@ -259,7 +267,7 @@ class Leader:
                     continue
                 except grpc.RpcError as error:
                     code = error.code() if isinstance(error, grpc.Call) else None
-                    if code not in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
+                    if code not in NOT_THE_LEADER:
                         raise
                     last = error
                     if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):

@@ -11,6 +11,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -477,6 +478,16 @@ def test_a_leader_that_was_found_is_called_first_and_its_channel_kept(fake_stack
 
     assert len(used) == 4
     assert len(set(used)) == 2
+
+
+def test_after_a_scheduler_that_does_not_answer_the_next_one_is_called(fake_stack):
+    def call(channel: grpc.Channel) -> str:
+        return admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest(), timeout=0.5).shard
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        seeds = f"127.0.0.1:{silent.getsockname()[1]},{fake_stack.scheduler_address}"
+        with contextlib.closing(dial.Leader(seeds, Tls())) as leader:
+            assert leader.call(call) == "s0"
 
 
 def test_a_standby_that_refers_to_no_address_is_quoted(standby):
