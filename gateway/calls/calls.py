@@ -21,6 +21,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from gateway import metrics
+from gateway.calls.bad_words import BadWords
 from gateway.calls.completion import cache_salt, complete
 from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
@@ -267,6 +268,7 @@ class Calls:
         made: list[link_pb2.Submit] = []
         states: list[State | None] = []
         of_prompts = 0
+        bad_words = BadWords(self.model)
         for request in requests:
             rendered = self._prompts.rendered(request)
             markers = self.model.dialect.reasoning
@@ -291,6 +293,7 @@ class Calls:
                     tenant=caller.tenant,
                     fallback_seed=seed,
                     choice=choice,
+                    bad_words=bad_words,
                 )
                 if wanted.WhichOneof("format"):
                     submit.specification.output_format.CopyFrom(wanted)

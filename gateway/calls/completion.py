@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from gateway.calls.bad_words import sequences_of
+from gateway.calls.bad_words import BadWords
 from gateway.calls.validation import SpeculationMode, prompt_too_long
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
@@ -28,11 +28,13 @@ def complete(
     tenant: str,
     fallback_seed: int,
     choice: int = 0,
+    bad_words: BadWords | None = None,
 ) -> gateway_link_pb2.Submit:
     """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
 
     Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
-    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1.
+    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1. `bad_words`:
+    shared by all submissions of a call.
     """
     prompt = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
@@ -64,7 +66,7 @@ def complete(
             "sampling.min_tokens",
             f"must be at most max_tokens, {filled_in.max_tokens}, got {filled_in.min_tokens}",
         )
-    _set_bad_words(filled_in, model)
+    _set_bad_words(filled_in, bad_words or BadWords(model))
     # Fields of a later release, which nothing here has checked.
     filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
     filled_in.seed = (filled_in.seed + choice) % 2**64
@@ -105,10 +107,10 @@ def complete(
     return submit
 
 
-def _set_bad_words(sampling: inference_pb2.SamplingParams, model: ModelFiles) -> None:
+def _set_bad_words(sampling: inference_pb2.SamplingParams, bad_words: BadWords) -> None:
     """Turn the bad words that are texts into token ids, which is the form that workers take."""
     given = {tuple(word.ids) for word in sampling.bad_words_ids}
-    for ids in sequences_of(sampling.bad_words, model):
+    for ids in bad_words.sequences_of(sampling.bad_words):
         if len(ids) > MAX_BAD_WORD_TOKENS:
             raise InvalidArgument(
                 "sampling.bad_words", f"must be texts of at most {MAX_BAD_WORD_TOKENS} tokens, got {len(ids)}"

@@ -111,6 +111,23 @@ class TestAWholeAnswer:
         prompt_tokens = len(submits[0].specification.prompt_ids) + 2
         assert answer["usage"]["prompt_tokens"] == prompt_tokens
 
+    async def test_of_several_outputs_tokenizes_its_bad_words_once(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenized, encode = [], ModelFiles.encode_rendered
+        monkeypatch.setattr(
+            ModelFiles, "encode_rendered", lambda model, text: tokenized.append(text) or encode(model, text)
+        )
+        body = {"prompt": ["a", "b"], "n": 2, "bad_words": ["never"]}
+        call = asyncio.create_task(served.post("/v1/completions", body))
+        for count in (4, 3, 2, 1):
+            await served.finished("one", count=count)
+        await call
+        submits = [recorded.submit for recorded in served.scheduler.record.requests.values()]
+
+        assert tokenized.count("never") == 1
+        assert all(submit.specification.sampling.bad_words_ids for submit in submits)
+
     async def test_of_several_prompts_is_found_again_by_its_key(self, served: Served) -> None:
         body, longest = {"prompt": ["x", "x"], "n": 2, "seed": 5}, {"Idempotency-Key": "k" * 128}
         call = asyncio.create_task(served.post("/v1/completions", body, headers=longest))

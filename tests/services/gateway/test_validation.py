@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.calls.bad_words import BadWords
 from gateway.calls.completion import body_hash, complete
 from gateway.calls.validation import check_request
 from gateway.links.request_ids import shard_of
@@ -353,6 +354,9 @@ def test_bad_words_reach_the_worker_as_token_ids(model: ModelFiles) -> None:
     words = [list(word.ids) for word in found.bad_words_ids]
     texts = ["hello", " hello", "quick brown", " quick brown"]
     assert words == [[7], *(model.encode_rendered(text) for text in texts)]
+    assert BadWords(model).sequences_of(["lo", "zlo"]) == BadWords(model).sequences_of(["lo"]), (
+        "a sequence that ends in another one is left out"
+    )
     many = SamplingParams(bad_words=["\u20ac" * 60])
     with pytest.raises(InvalidArgument, match="bad_words must be texts of at most 64 tokens, got"):
         complete(
