@@ -579,11 +579,10 @@ class Loop:
             if copy is None or request_id in refused:
                 continue
             entries.append(listed)
+            if not known:
+                entry.last_report_s = now_s  # the watchdog counts from the time when there is work
             if known.get(request_id) != listed.lease_epoch:
                 self._specify(entry.session, copy, listed.lease_epoch, now_s)
-        if not entry.listed:
-            entry.last_report_s = now_s  # the watchdog counts from the time when there is work
-        entry.listed = len(entries)
         entry.session.assign(entries)
 
 

@@ -30,8 +30,8 @@ class WorkerEntry:
     """
     timer: Timer | None = None
     """Watchdog while the worker has a session; end of its grace period while it has none."""
-    listed: int = 0
     last_report_s: float = 0.0
+    """Time of its last report; while it has nothing to run, the time at which it received its last work."""
 
     def replace_timer(self, timer: Timer | None) -> None:
         """Cancel the present timer and keep this one."""
@@ -136,8 +136,10 @@ class Roster:
 
         def look(turn: Turn) -> None:
             assert entry.session is not None, "the timer is replaced when the session ends"
-            if entry.listed and turn.now_s - entry.last_report_s >= self._settings.watchdog_s:
-                log.error("worker makes no progress", worker_id=entry.worker_id, listed=entry.listed)
+            # What has ended is not known any more, while the list that was sent last may still name it.
+            has_work = len(entry.session.known)
+            if has_work and turn.now_s - entry.last_report_s >= self._settings.watchdog_s:
+                log.error("worker makes no progress", worker_id=entry.worker_id, listed=has_work)
                 entry.session.close(f"no report for {self._settings.watchdog_s:g} s")
                 entry.session = None
                 self._lose(turn, entry, hung=True)

@@ -188,6 +188,28 @@ async def test_the_requests_of_a_worker_that_is_connected_and_reports_nothing_go
             assert (await client.read("r1-client"))[0] == [10, 11, 12]
 
 
+async def test_a_worker_whose_requests_have_ended_is_not_taken_for_one_that_hangs(
+    start: StartScheduler,
+) -> None:
+    scheduler = await start(watchdog_s=1.0, silence_s=600.0, worker_grace_s=600.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "idle") as idle:
+        await client.submit("r1")
+        epoch = (await idle.assigned("r1"))["r1"].lease_epoch
+        await idle.run_round("r1", epoch, 0, [10], end=STOP)
+        # It is too small for r2, of which two workers hang one after the other: its own watchdog runs out meanwhile.
+        async with worker(scheduler.address, "hangs", max_length=2048) as hung:
+            await hung.next("hello")
+            await client.submit("r2", prompt=(1,) * 1100)
+            await hung.wait_ended()
+        async with worker(scheduler.address, "hangs-too", max_length=2048) as hung:
+            await hung.assigned("r2")
+            await hung.wait_ended()
+        await client.submit("r3")
+        epoch = (await idle.assigned("r3"))["r3"].lease_epoch
+        await idle.run_round("r3", epoch, 0, [11], end=STOP)
+        assert (await client.read("r3-client"))[0] == [11]
+
+
 async def test_a_request_that_workers_die_of_is_ended_also_when_the_leader_changes(
     start: StartScheduler,
 ) -> None:
