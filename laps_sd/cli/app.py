@@ -82,6 +82,10 @@ def worker(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON, rich_help_panel=PROGRAMS)
 def record(context: typer.Context) -> None:
     """Print the record of a shard from Redis; needs no scheduler. `laps-sd record --help` lists its settings."""
+    given = {argument.partition("=")[0] for argument in context.args}
+    if not os.environ.get("LAPS_SD_REDIS_URL") and not given & {"--redis-url", "--help", "--version"}:
+        if url := dial.record():
+            os.environ["LAPS_SD_REDIS_URL"] = url
     _exec("scheduler_svc.dump", context, "scheduler")
 
 

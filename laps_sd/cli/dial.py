@@ -153,6 +153,12 @@ def schedulers(given: str | None) -> str:
     return ",".join(_first_shard(one))
 
 
+def record() -> str | None:
+    """Return the URL of the record of the running `laps-sd up`; None if none runs."""
+    one = _only_running("--redis-url", lambda one: one.redis)
+    return one.redis or None if one is not None else None
+
+
 def _first_shard(one: Running) -> list[str]:
     return next(iter(one.schedulers.values()), [SCHEDULER])
 

@@ -372,6 +372,7 @@ def _published(console: Console, stack: LocalStack) -> Iterator[bool]:
         schedulers=schedulers,
         model=stack.options.model,
         folder=os.getcwd(),  # noqa: PTH109  a text
+        redis=stack.redis_url,
     )
     with contextlib.ExitStack() as stack_of_files:
         try:

@@ -35,6 +35,8 @@ class Running:
     model: str
     folder: str
     """Directory in which it was started."""
+    redis: str = ""
+    """URL of its record."""
     host: str = ""
     """Name of its machine: a home directory may be shared by several."""
 

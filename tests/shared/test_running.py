@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -119,6 +120,28 @@ def test_of_several_systems_the_user_chooses() -> None:
         "  --url 127.0.0.1:21001  process 4711, model small, started in /home/me",
         "  --url 127.0.0.1:22001  process 4712, model large, started in /home/me",
     ]
+
+
+def test_the_record_of_the_running_system_is_found_too(runtime: Path) -> None:
+    """Nothing listens at this address: the error of `laps-sd record` shows which one it dials."""
+    with published(dataclasses.replace(ONE, redis="redis://127.0.0.1:1/0")):
+        done = subprocess.run(
+            [sys.executable, "-m", "laps_sd", "record"],
+            env=dict(os.environ, XDG_RUNTIME_DIR=str(runtime.parent)),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        with (
+            published(OTHER),
+            pytest.raises(StartupError, match=r"--redis-url redis://127\.0\.0\.1:1/0  process 4711"),
+        ):
+            dial.record()
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "127.0.0.1:1." in done.stderr
+    assert dial.record() is None
 
 
 def test_the_commands_that_are_printed_work_where_the_user_stands(
