@@ -83,9 +83,9 @@ def worker(context: typer.Context) -> None:
 def record(context: typer.Context) -> None:
     """Print the record of a shard from Redis; needs no scheduler. `laps-sd record --help` lists its settings."""
     given = {argument.partition("=")[0] for argument in context.args}
-    if not os.environ.get("LAPS_SD_REDIS_URL") and not given & {"--redis-url", "--help", "--version"}:
-        if url := dial.record():
-            os.environ["LAPS_SD_REDIS_URL"] = url
+    is_named = os.environ.get("LAPS_SD_REDIS_URL") or given & {"--redis-url", "--help", "--version"}
+    if not is_named and (url := dial.record()):
+        os.environ["LAPS_SD_REDIS_URL"] = url
     _exec("scheduler_svc.dump", context, "scheduler")
 
 

@@ -14,6 +14,7 @@ import grpc
 import typer
 
 from laps_sd.client import Client
+from laps_sd.client.request import credentials
 from laps_sd.errors import LapsSdError, StartupError, describe
 from laps_sd.service.leader_link import Candidates, named_leader
 from laps_sd.service.wire import Tls, channel_options
@@ -199,7 +200,7 @@ def client(
 ) -> Iterator[Client]:
     """Open a client of a gateway (see `gateway`). A call that fails before it is accepted is not repeated."""
     address, tls = endpoint(gateway(url), Tls(ca=ca), name)
-    with Client(address, tls=tls, api_key=api_key, retry_s=0.0) as made:
+    with Client(address, tls=tls, metadata=metadata(api_key), retry_s=0.0) as made:
         yield made
 
 
@@ -223,8 +224,11 @@ def _channel(url: str, tls: Tls, name: str = "") -> grpc.Channel:
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that authenticates a call."""
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    """Return the metadata that authenticates a call. Raises typer.BadParameter."""
+    try:
+        return credentials(api_key, ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--api-key or LAPS_SD_API_KEY") from None
 
 
 def link_tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
@@ -310,7 +314,7 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
             "plain text; --tls-ca names the CA of a private certificate."
         )
     if "failed parsing http/2" in said:
-        return f"the server at the address does not speak gRPC ({sentence}). Is it a metrics port?"
+        return f"the server at the address does not speak gRPC ({sentence}). Is it an HTTP or metrics port?"
     if "failed to connect" in said:
         return (
             f"no server answers at the address ({sentence}). Is the system running? `laps-sd up` starts it."

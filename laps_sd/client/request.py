@@ -150,7 +150,13 @@ def make_tokenize_request(prompt: str | Sequence[Fields]) -> TokenizeRequest:
 
 
 def credentials(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of every call: the caller's, and the API key if there is one."""
+    """Return the metadata of every call: the caller's, and the API key if there is one. Raise ValueError for a
+    key that no header can hold; gRPC would raise an internal error at the first call.
+    """
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError(
+            "an API key has printable ASCII characters only; this one has others, such as a line break at its end"
+        )
     return (*metadata, ("authorization", f"Bearer {api_key}")) if api_key else tuple(metadata)
 
 

@@ -530,6 +530,8 @@ NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
         (("chat", "--timeout", "inf"), "--timeout"),
         (("generate", "Once", "--idempotency-key", NOT_UTF8), "must be UTF-8"),
         (("chat", "--system", NOT_UTF8), "must be UTF-8"),
+        (("generate", "Once", "--api-key", "key\n"), "LAPS_SD_API_KEY"),
+        (("explain", "s0.x", "--api-key", "schlüssel"), "LAPS_SD_API_KEY"),
         (("bench", "nonsense"), "There is no benchmark 'nonsense'"),
         (("up", "--target", "/nowhere"), "--target /nowhere does not exist"),
         (("up", "--draft", "/nowhere"), "--draft needs a target"),
