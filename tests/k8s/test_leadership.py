@@ -17,6 +17,7 @@ pytest.importorskip("kubernetes_asyncio", reason="make setup")
 
 from aiohttp import web
 from kubernetes_asyncio import client
+from laps_sd_operator import leadership
 from laps_sd_operator.leadership import LEASE, Leadership
 from structlog.testing import capture_logs
 
@@ -32,7 +33,8 @@ MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)
 
 class Leases:
     """A server with create, read and replace, with the conflicts of Kubernetes. `away`: nothing gets an
-    answer; `garbled`: an invalid one; `forbids`: this many calls are refused. `takes_s`: time of each answer.
+    answer; `garbled`: an invalid one; `forbids`: this many calls are refused. `takes_s`: time of each
+    answer; `reads`: answers to reads.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Leases:
         self.away = self.garbled = False
         self.forbids = 0
         self.takes_s = 0.0
+        self.reads = 0
         self.answers = asyncio.Event()
         self.renewed = asyncio.Event()
         self._version = 0
@@ -65,6 +68,7 @@ class Leases:
         ):
             return self._answer(400)
         if request.method == "GET":
+            self.reads += 1
             return self._answer(404 if self.lease is None else 200)
         if request.method == "POST":
             if self.lease is not None:
@@ -157,15 +161,26 @@ async def test_a_released_lease_is_taken_at_once(leases: tuple[Leases, str]) -> 
             assert server.spec["holderIdentity"] == "b"
 
 
-async def test_who_died_is_succeeded_when_the_lease_has_run_out(leases: tuple[Leases, str]) -> None:
+async def test_who_died_is_succeeded_when_the_lease_has_run_out(
+    leases: tuple[Leases, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, url = leases
-    loop = asyncio.get_running_loop()
+    now_s = 1000.0
+    monkeypatch.setattr(leadership, "_now_s", lambda: now_s)
+
+    async def read_again() -> None:
+        before = server.reads
+        await wait_until_async(lambda: server.reads >= before + 3, description="b has looked twice at least")
+
     async with candidate(url, "a") as a:
         await wait_until_async(lambda: a.leads, description="a leads")
-    died_s = loop.time()
     async with candidate(url, "b") as b:
+        await read_again()
+        now_s += LEASE_S - 0.1
+        await read_again()
+        assert server.spec["holderIdentity"] == "a"
+        now_s += 0.2
         await wait_until_async(lambda: b.leads, description="b leads")
-        assert loop.time() - died_s >= LEASE_S
         assert server.spec["holderIdentity"] == "b"
 
 
