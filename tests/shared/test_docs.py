@@ -140,6 +140,45 @@ def test_every_link_between_the_pages_leads_somewhere() -> None:
     assert broken == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+        name = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+        count = sum(one == name or re.fullmatch(rf"{re.escape(name)}-\d+", one) is not None for one in found)
+        found.add(f"{name}-{count}" if count else name)
+    return found
+
+
+def test_every_link_to_a_heading_finds_it() -> None:
+    pages = [
+        *DOCS.rglob("*.md"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "bench").glob("*.md"),
+        *(ROOT / "k8s").rglob("*.md"),
+    ]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}#{anchor}"
+        for page in pages
+        for target, anchor in re.findall(
+            r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")
+        )
+        if not (named := page.parent / target if target else page).exists()
+        or (named.suffix == ".md" and anchor not in anchors(named))
+    ]
+
+    assert broken == []
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)\)", (DOCS / "README.md").read_text(encoding="utf-8")))
+    pages = {str(page.relative_to(DOCS)) for page in (*DOCS.glob("*.md"), *DOCS.glob("how-to/*.md"))}
+
+    assert pages - linked == {"README.md"}
+
+
 NAMED_TEST = re.compile(r"`(?:(tests/[\w/]+\.py))?\s*(?:-k\s(\"[^\"]+\"|[^`\"]+))?`")
 
 
