@@ -77,8 +77,11 @@ def with_head(method: str, head: Path) -> VllmOptions:
 
     On a CPU too without torch.compile: it fails if a model that was loaded before is freed while it traces.
     """
-    speculative = {"method": method, "model": str(head), "num_speculative_tokens": DRAFT_LEN}
-    return replace(PAIR, speculative=speculative, arguments={**PAIR.arguments, "enforce_eager": True})
+    speculative = {"method": method, "num_speculative_tokens": DRAFT_LEN}
+    options = replace(PAIR, speculative=speculative, arguments={**PAIR.arguments, "enforce_eager": True})
+    if method == "mtp":  # the head is a part of the target's checkpoint
+        return replace(options, model=head)
+    return replace(options, speculative={**speculative, "model": str(head)})
 
 
 def options_for(method: str, head_of: Callable[[str], Path]) -> VllmOptions:
