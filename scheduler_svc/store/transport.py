@@ -212,7 +212,8 @@ class Transport:
         replies = await self._send(packed, pool, leading=leading)
         if any(isinstance(reply, redis_errors.NoScriptError) for reply in replies):
             # The server was restarted. Calls that ran already answer that they have run.
-            await self._send([_packed("SCRIPT", "LOAD", script.source) for script in scripts.ALL], pool)
+            load = [_packed("SCRIPT", "LOAD", script.source) for script in scripts.ALL]
+            _raise_errors(await self._send(load, pool))
             replies = await self._send(packed, pool, leading=leading)
         return replies
 
@@ -282,6 +283,9 @@ def _translated(error: Exception) -> StoreError:
             fault = Fault.LOADING
         case redis_errors.ConnectionError() | redis_errors.TimeoutError() | OSError():
             return StoreUnavailable(f"the record cannot be reached: {error}", Fault.UNREACHABLE)
+        case redis_errors.NoScriptError():
+            # They were loaded a moment ago: the server was restarted since, or somebody flushes them.
+            return StoreUnavailable("the record has lost its scripts again", Fault.OTHER)
         case redis_errors.AskError() | redis_errors.TryAgainError() | redis_errors.ClusterDownError():
             fault = Fault.OTHER  # MASTERDOWN is a kind of CLUSTERDOWN
         case _:

@@ -31,6 +31,7 @@ from scheduler_svc.store.records import (
     TransitionStatus,
 )
 from scheduler_svc.store.store import Store
+from scheduler_svc.store.transport import Transport
 from tests.helpers import wait_until_async
 from tests.store.conftest import OpenStore
 from tests.store.kit import (
@@ -1540,6 +1541,29 @@ class TestBatch:
         await batch.execute()
 
         assert leased.result() + committed.result() == [OK, OK]
+
+    async def test_scripts_that_are_lost_while_they_are_loaded_leave_the_record_unavailable(
+        self, store: Store, client: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A server that starts twice, or an operator who flushes scripts, is no reason for a scheduler to end."""
+        await accept(store, a_request())
+        send = Transport._send
+
+        async def send_and_forget(
+            transport: Transport, packed: list[bytes], *more: Any, **options: Any
+        ) -> Any:
+            replies = await send(transport, packed, *more, **options)
+            if any(b"LOAD" in command for command in packed):
+                await client.script_flush()
+            return replies
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Transport, "_send", send_and_forget)
+            await client.script_flush()
+            with pytest.raises(StoreUnavailable, match="scripts"):
+                await One(store).lease(Lease("r1", "w1", 1))
+
+        assert await One(store).lease(Lease("r1", "w1", 1)) is OK
 
     async def test_ends_of_many_tenants_in_one_call(self, store: Store, client: redis_client.Redis) -> None:
         await accept(
