@@ -104,14 +104,17 @@ class Processes:
 
     async def start(self, name: str) -> None:
         """Start the process again unless another fault has done so since, and wait until it answers. A worker
-        can be hit by a fault and by a deadly request at once.
+        can be hit by a fault and by a deadly request at once. One that was scaled down stays away.
         """
         async with self._starting[name]:
             # On a busy machine a killed process can still be there.
-            if name in self.expected_ends or not self._stack.children[name].alive:
+            gone = name in self.expected_ends or not self._stack.children[name].alive
+            if gone and name not in self.retired:
                 await asyncio.to_thread(self._stack.restart, name, wait=False)
-                self.expected_ends.discard(name)
-        await self._ready(name)
+                if name not in self.retired:
+                    self.expected_ends.discard(name)
+        if name not in self.retired:
+            await self._ready(name)
 
     async def _ready(self, name: str) -> None:
         if name == "valkey":
@@ -147,8 +150,8 @@ class Processes:
         """Start a worker that was scaled down before, or a new one."""
         if self.retired:
             name = min(self.retired)
-            await self.start(name)
             self.retired.discard(name)
+            await self.start(name)
         else:
             name = await asyncio.to_thread(self._stack.add_worker, wait=False)
             await self._ready(name)

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,8 @@ from bench import _faults
 from bench._chaos.options import arguments
 from bench._chaos.pieces import MORE, pieces
 from bench._clients import Load, Outcome, Piece
+from bench._faults.processes import Processes
+from bench._faults.state import StackState
 from laps_sd.v1 import inference_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +99,30 @@ def test_a_plan_is_the_same_for_the_same_seed_and_has_every_kind_of_fault() -> N
     assert {fault.kind for fault in faults} == set(_faults.KINDS)
     assert collections.Counter(fault.kind for fault in faults)["empty record and kill leader"] < 30
     assert all(0 <= fault.lasts_s <= _faults.LONGEST_S for fault in faults)
+
+
+class Scaled:
+    """A stack whose worker is scaled down while it is started again."""
+
+    def __init__(self) -> None:
+        self.children = {"worker-1": SimpleNamespace(alive=False)}
+        self.starts = 0
+        self.processes = Processes(cast(Any, self), StackState(), [])
+
+    def restart(self, name: str, *, wait: bool) -> None:
+        self.starts += 1
+        self.processes.retired.add(name)
+        self.processes.expected_ends.add(name)
+
+
+async def test_a_worker_that_was_scaled_down_is_not_started_and_may_end() -> None:
+    stack = Scaled()
+
+    await stack.processes.start("worker-1")
+    await stack.processes.start("worker-1")
+
+    assert stack.starts == 1
+    assert "worker-1" in stack.processes.expected_ends, "its end is no violation"
 
 
 def load_that_expects(tokens: list[int]) -> Load:
