@@ -241,10 +241,23 @@ class EngineContract:
             assert blocks_needed(status.tokens, 1, size) - 1 <= status.target_blocks
             assert status.target_blocks <= blocks_needed(before, growth, size)
             assert status.target_blocks + result.free_target_blocks == self.blocks
+            assert engine.free_blocks == (result.free_target_blocks, result.free_draft_blocks)
             if self.draft_pool:
                 assert status.draft_blocks + result.free_draft_blocks == self.blocks
         assert result.free_target_blocks == self.blocks
         assert result.free_draft_blocks == (self.blocks if self.draft_pool else 0)
+
+    @pytest.mark.parametrize("how", ["drop", "evict"])
+    def test_free_blocks_are_those_of_now(self, make: Make, how: str) -> None:
+        engine = make()
+        everything = (engine.capacity.target_blocks, engine.capacity.draft_blocks)
+        assert engine.free_blocks == everything
+        engine.add(spec())
+        result = engine.round(["a"])
+        assert engine.free_blocks == (result.free_target_blocks, result.free_draft_blocks)
+        assert engine.free_blocks < everything
+        getattr(engine, how)("a")
+        assert engine.free_blocks == everything
 
     @pytest.mark.parametrize("how", ["swap", "evict"])
     def test_out_of_blocks_changes_nothing(self, make: Make, how: str) -> None:

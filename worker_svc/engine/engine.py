@@ -106,6 +106,11 @@ class SpeculativeEngine:
     def lengths(self, lengths: DraftLengths) -> None:
         self.rounds.lengths = lengths
 
+    @property
+    def free_blocks(self) -> tuple[int, int]:
+        """The free blocks of the target's pool and of the draft's."""
+        return self._pair.free_blocks
+
     # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, spec: Specification) -> None:

@@ -372,6 +372,11 @@ class Engine(Protocol):
         """The predictor of output lengths; None: there is none."""
         ...
 
+    @property
+    def free_blocks(self) -> tuple[int, int]:
+        """The free blocks of the target's pool and of the draft's, as they are now."""
+        ...
+
     def add(self, spec: Specification) -> None:
         """Add a request.
 

@@ -48,6 +48,12 @@ class ModelPair:
         """Return the block tables of a request, in the order of the pools."""
         return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
 
+    @property
+    def free_blocks(self) -> tuple[int, int]:
+        """The free blocks of the target's pool and of the draft's; 0 without a draft."""
+        free = [pool.allocator.free_blocks for pool in self.pools]
+        return free[0], free[1] if self.draft is not None else 0
+
     def release(self, sequence: Sequence) -> None:
         """Discard the KV of a request, on the device and in host memory, and what is derived from it."""
         for pool, place in zip(self.pools, self.places(sequence), strict=True):

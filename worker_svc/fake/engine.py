@@ -189,6 +189,11 @@ class FakeEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def free_blocks(self) -> tuple[int, int]:
+        """The free blocks of the target's pool and of the draft's."""
+        return self._target.free_blocks, self._draft.free_blocks
+
     def add(self, spec: Specification) -> None:
         """Make a request known. Raises ValueError naming the field and its limit."""
         if spec.request_id in self._requests:

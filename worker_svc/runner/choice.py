@@ -19,7 +19,7 @@ class Chooser:
     def __init__(self, engine: Engine, requests: HeldRequests) -> None:
         self.assignment: tuple[Listed, ...] = ()
         self.free_blocks = (engine.capacity.target_blocks, engine.capacity.draft_blocks)
-        """Free blocks of the two pools after the last round."""
+        """Free blocks of the two pools by the last report."""
         self._engine = engine
         self._requests = requests
         self._capacity = engine.capacity

@@ -64,6 +64,7 @@ class Runner:
         max_unacknowledged_reports: int = 1024,
         share_s: float = SHARE_S,
     ) -> None:
+        self._engine = engine
         self._inbox = inbox
         self._deliver = deliver
         self._max_reports = max_unacknowledged_reports
@@ -107,9 +108,10 @@ class Runner:
         before = self._requests.running
         run, swap_out_s = self._choose()
         if not run and not self._in_flight:
-            if self._requests.must_report:
-                target, draft = self._chooser.free_blocks
-                self._report(RoundResult((), free_target_blocks=target, free_draft_blocks=draft))
+            # A drop may have freed blocks, and no round follows whose report would contain that.
+            free = self._engine.free_blocks
+            if self._requests.must_report or free != self._chooser.free_blocks:
+                self._report(RoundResult((), free_target_blocks=free[0], free_draft_blocks=free[1]))
             return False
         started_s = time.perf_counter()
         run, result = self._rounds.run(run)

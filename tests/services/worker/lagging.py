@@ -39,7 +39,8 @@ class LaggingEngine(FakeEngine):
             self.begun.append(tuple(run))
             self._late = super().round([name for name in run if name not in self._ended])
             self._ended |= {one.request_id for one in self._late.requests if one.finish is not None}
-        return late or RoundResult((), free_target_blocks=self.capacity.target_blocks)
+        target, draft = self.free_blocks
+        return replace(late or RoundResult(()), free_target_blocks=target, free_draft_blocks=draft)
 
     def _returned(self) -> set[str]:
         """Return the requests whose ends were returned."""

@@ -50,6 +50,18 @@ def test_a_request_that_is_dropped_in_flight_is_not_reported() -> None:
     assert desk.who() == [("b",), ("b",)]
 
 
+def test_a_drop_of_the_last_request_in_flight_is_reported_as_free_blocks() -> None:
+    desk = Desk(LaggingEngine(target_blocks=64))
+    desk.give(spec("a", max_tokens=200))
+    desk.assign(entry("a"))
+    desk.turns(3)
+    desk.put(Dropped((("a", 1),)))
+    desk.turn_until_idle()
+
+    assert [len(report.result.requests) for report in desk.rounds] == [1, 1, 0]
+    assert desk.rounds[-1].result.free_target_blocks == 64
+
+
 def test_a_request_that_comes_again_under_a_newer_lease_begins_at_its_committed_tokens() -> None:
     desk = Desk(LaggingEngine())
     one = spec("a")

@@ -78,7 +78,7 @@ class Rounds:
         self._observe_costs(requests, pair.clock() - round_clock - swapping_s, steps, plan.keys)
         # After the measurement: what it costs says nothing about draft lengths.
         settled = self.remaining.settle(requests, reports)
-        free = [pool.allocator.free_blocks for pool in pair.pools]
+        free_target, free_draft = pair.free_blocks
         return RoundResult(
             requests=settled,
             draft_s=verify_started - draft_started,
@@ -87,8 +87,8 @@ class Rounds:
             swap_s=swap_s,
             total_s=time.perf_counter() - started,
             limit_s=plan.limit_s,
-            free_target_blocks=free[0],
-            free_draft_blocks=free[1] if pair.draft else 0,
+            free_target_blocks=free_target,
+            free_draft_blocks=free_draft,
         )
 
     def _plan(self, sequences: SequenceOf[Sequence]) -> RoundPlan:

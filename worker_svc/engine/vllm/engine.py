@@ -136,6 +136,11 @@ class VllmEngine:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
 
     @property
+    def free_blocks(self) -> tuple[int, int]:
+        """The free blocks of the pool, and 0: KV of a draft lies in the same blocks."""
+        return self._scheduler.free_blocks(), 0
+
+    @property
     def _scheduler(self) -> Rounds:
         scheduler: Rounds = self._core.scheduler
         return scheduler
