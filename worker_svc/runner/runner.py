@@ -180,6 +180,7 @@ class Runner:
         """Report a round run by the search for the failing request; it counts like any other."""
         self._chooser.round_ran()
         self._report(result)
+        self._round_ended_s = time.perf_counter()
 
     def _report(
         self,
@@ -191,6 +192,9 @@ class Runner:
     ) -> None:
         """Record the outcome of a round and deliver its report."""
         progress = self._requests.apply(result)
+        waited_s = 0.0
+        if result.requests:  # the next round reports what was waited before a report without one
+            waited_s, self._waited_s = self._waited_s, 0.0
         self._chooser.free_blocks = (result.free_target_blocks, result.free_draft_blocks)
         report = Round(
             progress.number,
@@ -199,12 +203,11 @@ class Runner:
             progress.residency,
             swap_out_s,
             idle_s,
-            self._waited_s,
+            waited_s,
             context_tokens,
             progress.swapped_in_tokens,
             preempted,
             self._rounds.take_out_of_memory(),
             self._cache_changes(),
         )
-        self._waited_s = 0.0
         self._deliver(report)

@@ -27,7 +27,21 @@ from worker_svc.engine.interface import (
 )
 from worker_svc.fake.engine import FakeEngine
 from worker_svc.runner.failures import FAILURES_IN_A_ROW, ROUNDS_WITH_FEWER
-from worker_svc.runner.messages import Acknowledged, Dropped, HeldNow, HeldRequested, Learnt, Missing, Taught
+from worker_svc.runner.messages import (
+    Acknowledged,
+    Assigned,
+    Dropped,
+    HeldNow,
+    HeldRequested,
+    Learnt,
+    Message,
+    Missing,
+    Outcome,
+    Round,
+    Specified,
+    Taught,
+)
+from worker_svc.runner.runner import Runner
 
 
 def engine(**options: object) -> FakeEngine:
@@ -223,6 +237,41 @@ def test_a_report_after_room_was_made_has_the_blocks_that_are_free_then() -> Non
 
     assert [step.finish for _, step in desk.rounds[-1].progress] == [End.ERROR]
     assert desk.rounds[-1].result.free_target_blocks == 64
+
+
+class Scripted:
+    """An inbox that brings the next messages whenever the runner waits, and stops it after the last."""
+
+    def __init__(self, *batches: tuple[Message, ...]) -> None:
+        self.stopped = False
+        self._coming = list(batches)
+        self._arrived: tuple[Message, ...] = ()
+
+    def take(self) -> Sequence[Message]:
+        arrived, self._arrived = self._arrived, ()
+        return arrived
+
+    def wait(self, *, holds_nothing: bool) -> None:
+        if self._coming:
+            self._arrived = self._coming.pop(0)
+        else:
+            self.stopped = True
+
+
+def test_the_time_before_a_report_without_a_round_is_counted_once() -> None:
+    inbox = Scripted(
+        (Specified(spec("a", max_tokens=5), 1), Assigned((entry("a"),))),
+        (Specified(spec("refused", max_tokens=10_000), 1),),
+        (Specified(spec("b", max_tokens=5), 1), Assigned((entry("b"),))),
+    )
+    outcomes: list[Outcome] = []
+    Runner(engine(), inbox, outcomes.append).run()
+    reports = [one for one in outcomes if isinstance(one, Round)]
+
+    without = [one for one in reports if not one.result.requests]
+    assert [(one.idle_s, one.waited_s) for one in without] == [(0.0, 0.0)]
+    after = reports[reports.index(without[0]) + 1]
+    assert 0.0 < after.waited_s < after.idle_s
 
 
 def test_an_acknowledged_end_causes_no_further_report() -> None:
