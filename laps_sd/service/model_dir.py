@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 __all__ = ["LONGEST_DEFAULT_TOKENS", "POSITIONS", "context_tokens", "demo_target_dir", "served_name"]
 
@@ -40,13 +41,9 @@ def context_tokens(directory: Path | None, setting: int | None) -> int | None:
     """
     if setting is not None:
         return setting
-    try:
-        config = json.loads((directory / "config.json").read_text()) if directory is not None else {}
-    except (OSError, ValueError):
-        return None  # the service that loads the model reports the problem
-    config = config.get("text_config", config)
+    whole, text = _configs(directory)
     for name in POSITIONS:
-        limit = config.get(name)
+        limit = (text or whole).get(name)
         if isinstance(limit, int) and limit >= 2:
             return min(limit, LONGEST_DEFAULT_TOKENS)
     return None
@@ -57,13 +54,24 @@ def stored_dtype(directory: Path) -> str:
 
     A directory without a readable config.json has none; the service that loads the model reports that.
     """
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        config = {**config, **config.get("text_config", {})}
-        found = config.get("dtype") or config.get("torch_dtype")
-    except (OSError, ValueError, AttributeError, TypeError):
-        return "float32"
+    whole, text = _configs(directory)
+    config = {**whole, **text}
+    found = config.get("dtype") or config.get("torch_dtype")
     return found if isinstance(found, str) else "float32"
+
+
+def _configs(directory: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what config.json contains, and its part about a text model within a larger one; each is empty if it is
+    missing or is no JSON object. The service that loads the model reports that.
+    """
+    try:
+        whole = json.loads((directory / "config.json").read_text()) if directory is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}, {}
+    if not isinstance(whole, dict):
+        return {}, {}
+    text = whole.get("text_config")
+    return whole, text if isinstance(text, dict) else {}
 
 
 def served_name(named: Path) -> str:

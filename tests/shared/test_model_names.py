@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from laps_sd.errors import StartupError
 from laps_sd.service.hub import is_hub_name, local_model
-from laps_sd.service.model_dir import POSITIONS, context_tokens, served_name
+from laps_sd.service.model_dir import POSITIONS, context_tokens, served_name, stored_dtype
 from laps_sd.service.tokenizer_match import TokenizersDiffer, check_tokenizers, vocabulary
 
 DEMO = Path(__file__).parents[2] / "worker_svc" / "demo"
@@ -86,6 +86,22 @@ def test_the_context_limit_is_read_under_each_name_that_models_give_it(tmp_path:
 
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {name: 99_999}}))
     assert context_tokens(tmp_path, None) == 8192
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "dtype"),
+    [
+        ('{"text_config": null, "max_position_embeddings": 640, "torch_dtype": "bfloat16"}', 640, "bfloat16"),
+        ("[640]", None, "float32"),
+        ("640", None, "float32"),
+        ("[" * 100_000, None, "float32"),
+    ],
+)
+def test_a_config_of_an_unusual_form_is_read_as_far_as_it_goes(
+    tmp_path: Path, config: str, limit: int | None, dtype: str
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert (context_tokens(tmp_path, None), stored_dtype(tmp_path)) == (limit, dtype)
 
 
 def words(directory: Path, tokens: list[str]) -> Path:
