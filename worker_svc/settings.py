@@ -144,9 +144,10 @@ class WorkerSettings(ServingSettings, LinkSettings):
         help="Blocks of each KV pool; none: computed from LAPS_SD_KV_MEMORY_BYTES, or if that is not set, "
         "enough for every slot",
         minimum=1,
+        maximum=2**24,
     )
     kv_memory_bytes: int | None = field(
-        None, help="Device memory for the KV of target and draft together", minimum=1
+        None, help="Device memory for the KV of target and draft together", minimum=1, maximum=2**60
     )
     block_size: int = field(16, help="Tokens in a KV block", minimum=1, maximum=4096)
     host_bytes: int = field(

@@ -111,12 +111,16 @@ def test_without_vllm_the_sentence_names_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("kv_blocks", "reason"), [(2 * 10**7, "can't allocate memory: you tried to allocate"), (10**15, "MemoryError")]
-)  # fmt: skip
-def test_kv_that_the_memory_cannot_hold_is_one_sentence(kv_blocks: int, reason: str) -> None:
+    ("sizes", "reason"),
+    [
+        ({"kv_blocks": 2**24, "block_size": 4096}, "can't allocate memory: you tried to allocate"),
+        ({"kv_memory_bytes": 2**60, "block_size": 1}, "MemoryError"),
+    ],
+)
+def test_kv_that_the_memory_cannot_hold_is_one_sentence(sizes: dict[str, int], reason: str) -> None:
     """No address space holds the pool, or even a byte for each block."""
-    sizes = {"kv_blocks": kv_blocks, "block_size": 4096, "drafter": "none", "length_probe": False}
-    settings = load_settings(WorkerSettings, {"threads": 1, **sizes}, environ={})
+    values = {"threads": 1, "drafter": "none", "length_probe": False, **sizes}
+    settings = load_settings(WorkerSettings, values, environ={})
     with pytest.raises(StartupError) as refused:
         load(settings)
     sentence = str(refused.value)

@@ -47,6 +47,8 @@ def test_settings_come_from_the_environment() -> None:
         ({"draft": "x"}, "LAPS_SD_DRAFT"),
         ({"engine": "fake", "target": "x"}, "LAPS_SD_ENGINE"),
         ({"kv_blocks": 5, "kv_memory_bytes": 5}, "LAPS_SD_KV_MEMORY_BYTES"),
+        ({"kv_blocks": 2**24 + 1}, "LAPS_SD_KV_BLOCKS must be at most 16777216 blocks"),
+        ({"kv_memory_bytes": 10**30}, "LAPS_SD_KV_MEMORY_BYTES must be at most 1152921504606846976 bytes"),
         ({"draft_len": 9}, "LAPS_SD_MAX_DRAFT_LEN"),
         ({"heartbeat_s": 9.0}, "LAPS_SD_SILENCE_S"),
         ({"device": "c p u"}, "LAPS_SD_DEVICE"),
