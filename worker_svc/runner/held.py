@@ -191,13 +191,28 @@ class HeldRequests:
         if any_ended:
             self.settled = False
             self.running = tuple([name for name in self.running if not self.by_id[name].ended])
+        later = self._ends_after(result) if self._ends else []
         for held, step in self._ends:
             steps.append((held.lease_epoch, step))
             reached.append((held, len(held.output), True))
         self._unacknowledged.append(_Unacknowledged(self._number, reached))
         progress = Progress(self._number, steps, self._changes, swapped_in)
-        self._ends, self._changes = [], []
+        self._ends, self._changes = later, []
         return progress
+
+    def _ends_after(self, result: RoundResult) -> list[tuple[Held, RequestRound]]:
+        """Take out the ends outside of a round of requests that were in flight then, and are in this result: a
+        report names a request once. Return them for the next report, but for those that ended by themselves.
+        """
+        finishes = {step.request_id: step.finish for step in result.requests}
+        now, later = [], []
+        for held, end in self._ends:
+            if end.request_id not in finishes:
+                now.append((held, end))
+            elif finishes[end.request_id] is None:
+                later.append((held, end._replace(position=len(held.output))))
+        self._ends = now
+        return later
 
     def now(self) -> HeldNow:
         """Return all that a hello lists: held requests, and what is cached."""

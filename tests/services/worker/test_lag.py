@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from laps_sd.contract.ends import End
 from tests.services.worker.harness import Desk, entry, spec
 from tests.services.worker.lagging import LaggingEngine
+from worker_svc.engine.interface import OutOfBlocks, RoundResult
 from worker_svc.runner.messages import Acknowledged, Dropped
 
 
@@ -60,6 +64,38 @@ def test_a_drop_of_the_last_request_in_flight_is_reported_as_free_blocks() -> No
 
     assert [len(report.result.requests) for report in desk.rounds] == [1, 1, 0]
     assert desk.rounds[-1].result.free_target_blocks == 64
+
+
+class Full(LaggingEngine):
+    """An engine that has no blocks for one of its rounds."""
+
+    def __init__(self, full_at: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._left = full_at
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        self._left -= 1
+        if self._left == 0:
+            raise OutOfBlocks("full")
+        return super().round(run)
+
+
+@pytest.mark.parametrize(("max_tokens", "finish"), [(200, End.ERROR), (6, End.LENGTH)])
+def test_an_end_outside_of_a_round_follows_what_was_in_flight(max_tokens: int, finish: End) -> None:
+    desk = Desk(Full(full_at=3))
+    desk.give(spec("a", max_tokens=max_tokens))
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+
+    for report in desk.rounds:
+        assert len({step.request_id for _, step in report.progress}) == len(report.progress)
+    ends = [
+        (step.position + len(step.tokens), step.finish) for one in desk.rounds for _, step in one.progress
+    ]
+    assert [end for end in ends if end[1]] == [(len(desk.tokens("a")), finish)]
+    desk.put(Acknowledged(desk.rounds[-1].number))
+    desk.turns(1)
+    assert desk.runner.holds_nothing
 
 
 def test_a_request_that_comes_again_under_a_newer_lease_begins_at_its_committed_tokens() -> None:
