@@ -17,13 +17,14 @@ from bench.report import Interval
 
 COMPUTED = "vllm-computed"
 FINDINGS = (
-    "- *With a class or guesses it gains what the order can gain.* With guesses LAPS-SD has the mean of the order by true length in the burst (0.62 of FCFS), where vLLM's own priority policy",
-    "  with the same guesses has 0.70: it joins requests to a full step together, so fewer steps compute prompts. At load 1.2 both have 0.73, and a class alone gives 0.81.",
-    "- *Without a hint it gained little in a burst when this was measured* (0.94, and 0.98 with what it had learnt): lengths were learned in the order in which requests end, the short ones of a burst first.",
-    "  Since then requests that run are learned from too, and what waits is predicted again ([decision 0035](decisions/0035-lengths-are-learned-from-hashed-words.md)). Computed, as below: 0.90 and 0.76 (0.97 and 0.89 before), at load 1.2",
-    "  0.79 and 0.77 (0.83 and 0.82). It has not run on a GPU since.",
-    "- *The slowest wait longer*, as under every order by length: 1.07 to 1.16 of FCFS's p99 in the burst, and 1.3 to 2.0 at load 1.2, where FCFS makes no request wait long.",
-    "- *Steps with prompts* take 9 to 14 ms where the others take 7.0, and do not rise from run to run.",
+    "- *With guesses it gains what the order can gain, and more than vLLM's priority policy does with them*: 0.63 of FCFS's mean in the burst beside 0.76, and beside 0.68 for vLLM's priority by the true lengths.",
+    "  It joins requests to a full step together, so fewer steps compute prompts. With a class it has 0.74, at load 1.2 0.83.",
+    "- *Without a hint it gains 0.11 in a burst from nothing, and 0.19 once 600 other requests have been served.* In the run before, lengths were learned in the order in which requests end, the short ones of a burst",
+    "  first, and it gained 0.06 and 0.02. Since then requests that run are learned from too, and what waits is predicted again ([decision 0035](decisions/0035-lengths-are-learned-from-hashed-words.md)).",
+    "- *The slowest wait longer*, as under every order by length: 1.00 to 1.09 of FCFS's p99 in the burst (vLLM's priority 1.11 to 1.15), and 1.07 to 1.68 at load 1.2, where FCFS makes no request wait long.",
+    "- *Steps with prompts* took 14 to 23 ms here and 9 to 14 in the run before, the others 7.0 in both: the CPU launches them in parts, and was slower on this machine (a launch took 13 to 18 ms; before, 10 to 13).",
+    "  They differ between runs of one setting too: at load 1.2 FCFS's took 14.2 ms and the others' 16 to 19, so every order's ratio there is higher than in the run before, that of the true lengths too.",
+    "- *No hint* was not run at load 1.2.",
 )
 """Sentences that follow from the measured runs; they are written by hand."""
 QUICK_FINDINGS = (
@@ -47,12 +48,13 @@ def vllm_on_gpu(path: Path) -> Iterator[str]:
     measured = [row for row in rows if row["measured"] == "shape"]
     yield from ("## Inside vLLM on a GPU", "")
     yield f"{about['machine']} vLLM {about['vllm']}, its second model runner, async scheduling, an {about['shape']['shape'].upper()} shape in {about['shape']['dtype']} with weights at random and vLLM's default compilation:"
-    yield f"{_setting(measured, about['shape'])} {source}."
+    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, before requests that run were learned from."
     yield ""
     computed = newest(COMPUTED)
     cells = [] if computed is None else [row for row in read_rows(computed)[0] if row["computed"] == "cell"]
     for setting in dict.fromkeys(row["setting"] for row in measured):
-        yield from _measured(setting, [row for row in measured if row["setting"] == setting], cells)
+        before = [row for row in rows if row["measured"] == "shape before" and row["setting"] == setting]
+        yield from _measured(setting, [row for row in measured if row["setting"] == setting], before, cells)
     yield from (*FINDINGS, "")
     if computed is not None:
         yield from _where_an_order_gains(cells, read_rows(computed)[2])
@@ -72,19 +74,28 @@ def _setting(rows: Sequence[Row], on: Row) -> str:
     )
 
 
-def _measured(setting: str, rows: Sequence[Row], cells: Sequence[Row]) -> Iterator[str]:
-    """Yield the runs of a setting in the order in which they ran, each with what was computed for such a setting."""
+def _measured(
+    setting: str, rows: Sequence[Row], before: Sequence[Row], cells: Sequence[Row]
+) -> Iterator[str]:
+    """Yield the runs of a setting in the order in which they ran, each with an earlier run of the same requests and what
+    was computed for such a setting.
+    """
     base = next(row for row in rows if row["mode"] == FCFS)
+    earlier = {
+        row["mode"]: row["mean"] / next(row for row in before if row["mode"] == FCFS)["mean"]
+        for row in before
+    }
     alike = [row for row in cells if row["setting"] == CELLS.get(setting)]
     begin = " within 2 s" if setting.startswith("burst") else f", {rows[0]['requests']} requests"
-    yield f"**Measured: {setting}{begin}; {_counted(len({row['seed'] for row in rows}), 'seed')}, so there is no interval.** Seconds; in the order in which they ran. *Computed*: the ratio of the means for other seeds, as below."
+    yield f"**Measured: {setting}{begin}; {_counted(len({row['seed'] for row in rows}), 'seed')}, so there is no interval.** Seconds; in the order in which they ran. *Before*: the ratio of the means for the same requests in an earlier run. *Computed*: that ratio for other seeds, as below."
     yield from table(
-        ("", "mean", "/ FCFS", "computed", "p99", "/ FCFS", "first token", "lasted", "steps", "with prompts", "such a step, ms", "others, ms", "scheduler, CPU ms a step"),
+        ("", "mean", "/ FCFS", "before", "computed", "p99", "/ FCFS", "first token", "lasted", "steps", "with prompts", "such a step, ms", "others, ms", "scheduler, CPU ms a step"),
         (
             (
                 row["mode"],
                 f"{row['mean']:.2f}",
                 "–" if row is base else f"**{row['mean'] / base['mean']:.2f}**",
+                "–" if row is base or row["mode"] not in earlier else f"{earlier[row['mode']]:.2f}",
                 _short(ratio(alike, row["mode"], FCFS, "mean")) if row is not base and alike else "–",
                 f"{row['p99']:.1f}",
                 "–" if row is base else f"{row['p99'] / base['p99']:.2f}",
