@@ -22,7 +22,7 @@ from laps_sd.service.config import ConfigError, load
 from laps_sd.service.flags import GroupedCommand, options, with_version
 from scheduler_svc.record import open_record
 from scheduler_svc.record_settings import RecordSettings
-from scheduler_svc.store.errors import SchemaMismatch, StoreError
+from scheduler_svc.store.errors import SchemaMismatch, StoreError, StoreUnavailable
 from scheduler_svc.store.keys import SCHEMA_VERSION
 from scheduler_svc.store.log import Log, read_log
 from scheduler_svc.store.records import StoredRequest
@@ -67,6 +67,9 @@ def record(
         for problem in error.problems:
             print(f"laps-sd record: {problem}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
+    except StoreUnavailable as error:
+        print(f"laps-sd record: {error}. --redis-url or LAPS_SD_REDIS_URL names another", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(1) from None
     except StoreError as error:
         print(f"laps-sd record: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from None

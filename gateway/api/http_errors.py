@@ -44,7 +44,10 @@ def refusal_response(error: LapsSdError, body: Json | None = None) -> web.Respon
 def response_of_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:
     """Return an error of aiohttp (unknown path, wrong method, body too large …) in OpenAI's shape."""
     message = error.text or HTTPStatus(error.status).phrase
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = " or ".join(sorted(error.allowed_methods - {"HEAD"}))
+        message = f"this path takes {allowed}, and the request is {shown(error.method)}"
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body must be at most {max_bytes} bytes"
     refusal = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     response = web.json_response({"error": refusal}, status=error.status)

@@ -39,7 +39,7 @@
 {{- fail (printf "gateway.settings.heartbeatS (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every gateway." $gatewayBeat $silence) }}
 {{- end -}}
 {{- if and (eq .Values.gateway.anonymous "no") (not .Values.gateway.apiKeysSecret) }}
-{{- fail "gateway.anonymous is no and gateway.apiKeysSecret is empty: nobody could call. Give a secret with tenants.toml, or set gateway.anonymous=auto." }}
+{{- fail "gateway.anonymous is no and gateway.apiKeysSecret is empty: every call would be refused. Give a secret with tenants.toml, or set gateway.anonymous=auto." }}
 {{- end -}}
 {{- $redis := .Values.redis -}}
 {{- $external := or $redis.external.url $redis.external.existingSecret -}}
@@ -80,7 +80,7 @@
 {{- if ge (int .) (int $.pool.shards) }}{{ fail (printf "drainingShards of %s names shard %d, and there are %d: they count from 0." $.where (int .) (int $.pool.shards)) }}{{ end -}}
 {{- end -}}
 {{- if ge (len .pool.drainingShards) (int .pool.shards) }}
-{{- fail (printf "All shards of %s are in drainingShards: nobody would take a request." .where) }}
+{{- fail (printf "All shards of %s are in drainingShards: no shard would take a request." .where) }}
 {{- end -}}
 {{- range $name, $volume := dict "modelVolume" .pool.modelVolume "workers.cacheVolume" $workers.cacheVolume -}}
 {{- if ne (len $volume) 1 }}
