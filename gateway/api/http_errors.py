@@ -21,16 +21,18 @@ __all__ = ["HTTP_LOGGER", "incident", "is_news", "not_found", "refusal_response"
 log = get_logger(__name__)
 
 HTTP_LOGGER = "aiohttp.server"
-"""Logger in which aiohttp reports bytes that are not HTTP, each with its traceback."""
+"""Logger in which aiohttp reports bytes that are not HTTP and clients that have left, each with its traceback."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for client input that is not HTTP: the client gets an error, and the log stays
-    free of it."""
+    """Return False for client input that is not HTTP, which is answered with an error, and for a client that has
+    left: the log stays free of both."""
     error = record.exc_info[1] if record.exc_info else None
     # UnicodeEncodeError: aiohttp tried to repeat bytes that are not text. Our own errors never get here, see
     # `HttpServer._guarded`.
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | UnicodeEncodeError)
+    return not isinstance(
+        error, HttpProcessingError | web.RequestPayloadError | UnicodeEncodeError | ConnectionError
+    )
 
 
 def refusal_response(error: LapsSdError, body: Json | None = None) -> web.Response:

@@ -13,8 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from gateway.api import http_connections, http_stream
+from gateway.api import http_connections, http_server, http_stream
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
 from laps_sd.service.metrics import REGISTRY
@@ -43,6 +44,11 @@ async def events(response: aiohttp.ClientResponse) -> list[Any]:
 async def next_usage(response: aiohttp.ClientResponse) -> Any:
     """Return the usage in the next server-sent event."""
     return json.loads((await response.content.readuntil(b"\n\n")).removeprefix(b"data: "))["usage"]
+
+
+def ended(end: str) -> float:
+    """Return how many requests ended for this reason."""
+    return REGISTRY.get_sample_value("laps_sd_gateway_requests_total", {"end": end}) or 0.0
 
 
 async def nobody_left(served: Served) -> None:
@@ -279,9 +285,6 @@ class TestAStream:
     async def test_that_fails_is_counted_as_failed(self, served: Served) -> None:
         """The client is still there: it gets the error."""
 
-        def ended(end: str) -> float:
-            return REGISTRY.get_sample_value("laps_sd_gateway_requests_total", {"end": end}) or 0.0
-
         failed, disconnected = ended("already_exists"), ended("client_disconnected")
         async with served.session.post(
             served.url + "/v1/completions", json=TEXT | {"stream": True}
@@ -343,18 +346,14 @@ class TestAStream:
         await nobody_left(served)
 
     async def test_a_client_that_leaves_is_detached_and_forgotten(self, served: Served) -> None:
-        def disconnected() -> float:
-            ends = {"end": "client_disconnected"}
-            return REGISTRY.get_sample_value("laps_sd_gateway_requests_total", ends) or 0.0
-
-        before = disconnected()
+        before = ended("client_disconnected")
         response = await served.session.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
         request_id = await served.scheduler.submitted()
         response.close()
 
         assert (await served.scheduler.wait_heard("detach")).request_id == request_id
         await nobody_left(served)
-        assert disconnected() == before + 1
+        assert ended("client_disconnected") == before + 1
 
     async def test_a_client_that_leaves_before_any_answer_is_detached_too(self, served: Served) -> None:
         call = asyncio.create_task(served.post("/v1/completions", TEXT))
@@ -765,6 +764,23 @@ async def test_a_slow_reader_that_half_closes_is_detached_at_once(served: Served
     assert (await served.scheduler.wait_heard("detach")).request_id == request_id
     await nobody_left(served)
     slow.writer.close()
+
+
+async def test_a_client_that_leaves_as_its_call_is_accepted_is_no_error(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def send_to_nobody(request: web.Request, *rest: Any) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return await http_stream.send_stream(request, *rest)
+
+    monkeypatch.setattr(http_server, "send_stream", send_to_nobody)
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await served.session.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
+    await served.scheduler.wait_heard("detach")
+    await nobody_left(served)
+
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_stream_ends_if_its_connection_closes_while_bytes_wait(
