@@ -79,6 +79,12 @@ class HttpConnections:
         if transport in self._deadlines and not awaits_headers and transport not in self._idle:
             cast(asyncio.Transport, transport).abort()
 
+    def close_idle(self) -> None:
+        """End the connections whose clients have their answers and have sent nothing since: their next requests
+        go to another gateway."""
+        for transport in list(self._idle):
+            transport.close()
+
     def closed(self, transport: asyncio.BaseTransport) -> None:
         """Count a connection as closed; a repeated call does nothing."""
         self._idle.pop(transport, None)

@@ -163,10 +163,12 @@ class HttpServer:
         )
 
     async def stop_listening(self) -> None:
-        """Accept no new connections; calls in progress continue."""
+        """Accept no new connections, and end those without a call; calls in progress continue."""
         if self._server is not None:
             server, self._server = self._server, None
             server.close()
+            assert self._connections is not None, "it was started"
+            self._connections.close_idle()
 
     async def close(self) -> None:
         """End all connections and calls."""
@@ -190,10 +192,11 @@ class HttpServer:
                 response: web.StreamResponse = refusal_response(
                     Unavailable("this gateway is stopping; try another", retry_after_s=1.0)
                 )
-                response.force_close()
             else:
                 with self._app.guard.counted():
                     response = await self._answered(request, handler)
+            if self._app.stopping.is_set():
+                response.force_close()
         if not response.prepared:
             response.headers.setdefault(
                 REQUEST_ID_HEADER, own_request_id(request) or f"req-{secrets.token_hex(12)}"

@@ -1185,6 +1185,44 @@ class TestTheServer:
         assert b"Retry-After: 1" in head
         assert json.loads(body)["error"]["type"] == "server_error"
 
+    async def test_a_stop_ends_connections_without_a_call(self, served: Served) -> None:
+        assert served.running.gateway.http is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
+        writer.write(LIVE)
+        await reader.readuntil(b"}")
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        request_id = await served.scheduler.submitted()
+        stopping = asyncio.create_task(served.running.gateway.stop())
+        rest = await reader.read()
+        was_stopped = stopping.done()
+        writer.close()
+        served.scheduler.commit(request_id, [70], Kind.KIND_STOP)
+        await call
+        await stopping
+
+        assert (rest, was_stopped) == (b"", False)
+
+    async def test_a_connection_ends_with_the_call_that_outlives_a_stop(self, served: Served) -> None:
+        whole = asyncio.create_task(served.post("/v1/completions", TEXT))
+        first = await served.scheduler.submitted()
+        assert served.running.gateway.http is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
+        writer.write(octets_of(TEXT | {"stream": True}).replace(b"Connection: close\r\n", b""))
+        second = await served.scheduler.submitted(2)
+        stopping = asyncio.create_task(served.running.gateway.stop())
+        await served.running.gateway.app.stopping.wait()
+        served.scheduler.commit(second, [70], Kind.KIND_STOP)
+        stream = await reader.read()
+        was_stopped = stopping.done()
+        writer.close()
+        served.scheduler.commit(first, [70], Kind.KIND_STOP)
+        status, headers, _ = await whole
+        await stopping
+
+        assert b"data: [DONE]" in stream
+        assert not was_stopped
+        assert (status, headers["Connection"]) == (200, "close")
+
     async def test_speaks_tls_with_the_certificates_of_grpc(self, serve: Any, tmp_path: Path) -> None:
         folder = write_certificates(tmp_path)
         served = await serve(
