@@ -40,6 +40,7 @@ from gateway.api.anthropic.reply import MessagesReply
 from gateway.api.console.routes import ConsoleRoutes
 from gateway.api.description import openapi_json
 from gateway.api.docs_page import POLICY, docs_page
+from gateway.api.http_calls import OpenCalls, stopping
 from gateway.api.http_connections import HEADERS_S, HttpConnections
 from gateway.api.http_cors import Cors
 from gateway.api.http_errors import (
@@ -105,6 +106,7 @@ class HttpServer:
         self._app = app
         self._created = int(time.time())
         self._turn = Turn()
+        self._open = OpenCalls()
         self._unknown = UnknownFields(calls.settings.unknown_fields)
         self._cors = Cors(calls.settings.cors_origins)
         self.port = 0
@@ -171,8 +173,9 @@ class HttpServer:
             self._connections.close_idle()
 
     async def close(self) -> None:
-        """End all connections and calls."""
+        """End all connections and calls. What has not ended is answered with an error."""
         await self.stop_listening()
+        self._open.cut_off()
         await self._runner.cleanup()
 
     def _tls(self) -> ssl.SSLContext | None:
@@ -189,9 +192,7 @@ class HttpServer:
         assert self._connections is not None, "it was started"
         with self._connections.request(request.transport):
             if self._app.stopping.is_set() and request.path != "/live":
-                response: web.StreamResponse = refusal_response(
-                    Unavailable("this gateway is stopping; try another", retry_after_s=1.0)
-                )
+                response: web.StreamResponse = refusal_response(stopping())
             else:
                 with self._app.guard.counted():
                     response = await self._answered(request, handler)
@@ -306,7 +307,7 @@ class HttpServer:
             # With a time to live the status is sent only with the first tokens: before them the request can
             # still be refused.
             try:
-                async with asyncio.timeout(ttl_s):
+                async with self._open.served(), asyncio.timeout(ttl_s):
                     generation = await stack.enter_async_context(
                         self._calls.generate(parsed.requests, caller, reads_markup=parsed.kind == "chat")
                     )
@@ -326,12 +327,13 @@ class HttpServer:
             )
             headers = {REQUEST_ID_HEADER: own_request_id(request) or reply.id}
             if parsed.stream:
-                return await send_stream(request, generation, reply, first, headers, self._turn)
+                return await send_stream(request, generation, reply, first, headers, self._turn, self._open)
             for choice, piece in first:
                 reply.add(choice, piece)
-            while not generation.over:
-                for choice, piece in await generation.read():
-                    reply.add(choice, piece)
+            async with self._open.served():
+                while not generation.over:
+                    for choice, piece in await generation.read():
+                        reply.add(choice, piece)
             if any(one.HasField("prompt_logprobs") for one in parsed.requests):
                 # The answer may be a thousand times as long as others: other calls go on while it is written.
                 text = await asyncio.to_thread(lambda: json.dumps(reply.whole()))

@@ -14,6 +14,7 @@ from itertools import starmap
 
 from aiohttp import HttpVersion11, web
 
+from gateway.api.http_calls import OpenCalls
 from gateway.api.http_errors import incident
 from gateway.api.openai.answer import StreamedReply
 from gateway.calls.generation import Generation
@@ -39,6 +40,7 @@ async def send_stream(
     first: Sequence[tuple[int, Piece]],
     headers: dict[str, str],
     turn: Turn,
+    calls: OpenCalls,
 ) -> web.StreamResponse:
     """Send server-sent events; pieces that arrived together are sent together."""
     response = web.StreamResponse(headers=EVENT_STREAM | headers)
@@ -48,7 +50,8 @@ async def send_stream(
     await response.prepare(request)
     sender = _Sender(request, generation, reply, turn, chunked=chunked)
     try:
-        await sender.send_all(first)
+        async with calls.served():
+            await sender.send_all(first)
         last = reply.closing()
     except LapsSdError as error:
         generation.failed(error)

@@ -1223,6 +1223,32 @@ class TestTheServer:
         assert not was_stopped
         assert (status, headers["Connection"]) == (200, "close")
 
+    async def test_a_call_that_does_not_end_in_time_is_refused(self, serve: Any) -> None:
+        served = await serve(drain_s=0.0)
+        before = ended("unavailable")
+        call = asyncio.create_task(served.post("/v1/completions", TEXT))
+        await served.scheduler.submitted()
+        await served.running.gateway.stop()
+        status, headers, answer = await call
+
+        assert (status, headers["Retry-After"], headers["Connection"]) == (503, "1", "close")
+        assert answer["error"]["message"] == "this gateway is stopping; try another"
+        assert ended("unavailable") == before + 1
+
+    async def test_a_stream_that_does_not_end_in_time_fails(self, serve: Any) -> None:
+        served = await serve(drain_s=0.0)
+        body = TEXT | {"stream": True}
+        async with served.session.post(served.url + "/v1/completions", json=body) as response:
+            before = ended("unavailable")
+            request_id = await served.scheduler.submitted()
+            served.scheduler.commit(request_id, served.running.model.encode_rendered("hello"))
+            await response.content.readuntil(b"\n\n")
+            await served.running.gateway.stop()
+            *_, last = await events(response)
+
+        assert last["error"]["message"] == "this gateway is stopping; try another"
+        assert ended("unavailable") == before + 1
+
     async def test_speaks_tls_with_the_certificates_of_grpc(self, serve: Any, tmp_path: Path) -> None:
         folder = write_certificates(tmp_path)
         served = await serve(
