@@ -472,6 +472,19 @@ class TestRunningAlone:
 
         assert (shard.worker_of("large"), shard.worker_of("small")) == (None, "w")
 
+    def test_those_that_no_worker_can_hold_clear_no_further_worker(self) -> None:
+        """One worker is enough for the two others."""
+        shard = Shard()
+        large = [request(f"large{number}", number, prompt_tokens=2000) for number in range(4)]
+        shard.arrive(*large, request("a", 4), request("b", 5))
+        for number in range(ALONE_AFTER):
+            shard.up(f"doomed{number}", slots=6)
+            shard.lost(f"doomed{number}")
+        workers = [WorkerFacts(f"w{number}", 4, 1000, 1000, 16, 1000, 5) for number in range(4)]
+        shard.step(*(WorkerUp(worker, ()) for worker in workers))
+
+        assert [shard.worker_of(name) for name in "ab"] == ["w0", None]
+
     def test_it_gets_a_worker_that_can_hold_it_though_another_has_less_to_do(self) -> None:
         shard = Shard()
         shard.suspect("a")

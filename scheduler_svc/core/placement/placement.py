@@ -64,8 +64,10 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
     trials = [worker for worker in shard.workers.values() if worker.alone]
     if not trials and not shard.suspects:
         return
-    suspects = sorted(shard.suspects.values(), key=lambda request: -request.deaths)
     up = [worker for worker in shard.workers.values() if worker.facts is not None and not worker.draining]
+    room = max([worker.capacity_tokens for worker in up], default=0)
+    suspects = [request for request in shard.suspects.values() if request.longest_tokens <= room]
+    suspects.sort(key=lambda request: -request.deaths)
     most = max(1, len(up) // 2)
     wanted = min(most, (len(suspects) + SUSPECTS_PER_WORKER - 1) // SUSPECTS_PER_WORKER)
     for request in suspects:
