@@ -234,9 +234,16 @@ class TestMovesToFasterWorkers:
     """A round of a takes 2.5 times as long as one of b. A request runs on a when the slot of b becomes free."""
 
     def moves(
-        self, a_s: float = 0.10, tokens: int = 400, free_blocks: int = 900, b: WorkerFacts | None = None
-    ) -> bool:
-        """Return whether it moves after its next round, with `tokens` tokens in all."""
+        self,
+        a_s: float = 0.10,
+        tokens: int = 400,
+        free_blocks: int = 900,
+        b: WorkerFacts | None = None,
+        c: WorkerFacts | None = None,
+    ) -> str | None:
+        """Return where it moves after its next round, with `tokens` tokens in all. `b`, `c`: workers that come up
+        before, b again and c at the speed of a mean worker.
+        """
         scheduler = TestWorkersOfUnequalSpeed().pool(a_s, 0.04, slots=1)
         scheduler.step(1000.0, arrivals(2, max_tokens=tokens, runs_to_limit=True))
         on_a, on_b = sorted(("r00", "r01"), key=lambda name: worker_of(scheduler, name) or "")
@@ -245,17 +252,25 @@ class TestMovesToFasterWorkers:
         scheduler.step(1001.0, [report(did(on_a, 0, 1, drafted=0), worker_id="a")])
         if b is not None:
             scheduler.step(1001.0, [WorkerUp(b, (Held(on_b, 1, Residency.DEVICE),))])
+        if c is not None:
+            scheduler.step(1001.0, [WorkerUp(c, ())])
         scheduler.step(1002.0, [EndRequested(on_b, End.CANCELLED, "")])
         assert worker_of(scheduler, on_a) == "a", "it is in a round"
         commands = scheduler.step(1003.0, [report(did(on_a, 1, 1, drafted=0), worker_id="a")])
         scheduler.check()
-        moved = worker_of(scheduler, on_a) == "b"
-        assert leased(commands) == ({"b": 1} if moved else {})  # type: ignore[arg-type]
-        assert scheduler.totals().running == (not moved)
-        return moved
+        worker = worker_of(scheduler, on_a)
+        to = None if worker == "a" else worker
+        assert leased(commands) == ({} if to is None else {to: 1})  # type: ignore[arg-type]
+        assert scheduler.totals().running == (to is None)
+        return to
 
     def test_after_its_round_it_goes_to_the_faster_one(self) -> None:
-        assert self.moves()
+        assert self.moves() == "b"
+
+    def test_to_the_next_fastest_where_that_one_cannot_hold_it(self) -> None:
+        small, mean = named("b", 1, max_length=64), named("c", 1)
+        assert self.moves(b=small, c=mean) == "c"
+        assert self.moves(b=small, c=mean, a_s=0.04) is None, "c is slower"
 
     def test_not_if_little_is_left(self) -> None:
         assert not self.moves(tokens=12)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Final
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.placement.ledger import Ledger
-from scheduler_svc.core.placement.routing import Eligible, Router
+from scheduler_svc.core.placement.routing import MOST_COMPARED, Eligible, Router
 from scheduler_svc.core.policies.base import resume_cost_s
 from scheduler_svc.core.rank import last_of_class
 from scheduler_svc.core.settings import CoreSettings
@@ -283,13 +283,22 @@ def _move_to_faster(shard: Shard, ledger: Ledger, priors: Priors) -> None:
     """
     for worker in list(shard.touched.values()):
         while worker.takes_work:
-            faster = next(_with_free_slots(shard), None)
-            if faster is None or faster.slowness >= worker.slowness:
+            move = _move_worth_it(worker, shard, priors)
+            if move is None:
                 break
-            request = _worth_moving(worker, faster, shard.worker_orders, priors)
-            if request is None:
-                break
+            request, faster = move
             ledger.move(request, faster, "which is faster")
+
+
+def _move_worth_it(worker: Worker, shard: Shard, priors: Priors) -> tuple[Request, Worker] | None:
+    """Return a running request and the faster worker that it should move to; None if no move saves enough."""
+    for faster in islice(_with_free_slots(shard), MOST_COMPARED):
+        if faster.slowness >= worker.slowness:
+            return None
+        request = _worth_moving(worker, faster, shard.worker_orders, priors)
+        if request is not None:
+            return request, faster
+    return None
 
 
 def _worth_moving(worker: Worker, faster: Worker, orders: WorkerOrders, priors: Priors) -> Request | None:
