@@ -200,6 +200,31 @@ class TestMergedRounds:
         )
         assert hurried(rounds, "w0") == []
 
+    def test_times_are_summed_and_what_is_free_is_that_of_the_newest(self) -> None:
+        times = ("draft_s", "verify_s", "prefill_s", "swap_s", "idle_s", "total_s")
+        first, last = (
+            replace(
+                reported(of_b(number)),
+                **{name: 10.0**number * place for place, name in enumerate(times, 1)},
+                free_target_blocks=500 + number,
+                free_draft_blocks=400 + number,
+            )
+            for number in range(2)
+        )
+
+        both = merged([first, last])
+
+        assert [getattr(both, name) for name in times] == [11.0 * place for place in range(1, 7)]
+        assert (both.free_target_blocks, both.free_draft_blocks) == (501, 401)
+
+    def test_the_next_ones_wait_again_after_a_hurry(self) -> None:
+        rounds = self.waiting()
+        due(rounds, on_record(of_b(1), worker_id="w0"))
+        assert len(hurried(rounds, "w0")) == 1
+
+        due(rounds, on_record(of_b(2), worker_id="w0"))
+        assert due(rounds) == []
+
     def test_they_are_due_when_the_interval_is_over(self) -> None:
         rounds = self.waiting()
         assert due(rounds, on_record(of_b(1), worker_id="w0"), at_s=1.049) == []

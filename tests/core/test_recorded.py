@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from scheduler_svc.core.commands import Commit, Rank
 from scheduler_svc.core.events import Arrived, Recovered, WorkerDraining, WorkerLost, WorkerUp
 from scheduler_svc.core.scheduler import Scheduler
@@ -55,6 +57,21 @@ def test_they_count_where_the_request_has_left_the_worker() -> None:
 
     scheduler.step(3.0, [report(did("a", 0, 3, recorded=True))])
     assert emitted(scheduler, "a") == 3
+    scheduler.check()
+
+
+def test_what_has_left_the_worker_pays_for_them_and_its_rank_follows() -> None:
+    scheduler = core()
+    scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a", max_tokens=40, runs_to_limit=True))])
+    scheduler.step(2.0, [WorkerUp(replace(W, worker_id="v"), ()), WorkerDraining("w")])
+    before = scheduler.explain("a", 2.0)
+
+    scheduler.step(3.0, [report(did("a", 0, 30, recorded=True))])
+
+    after = scheduler.explain("a", 3.0)
+    assert before is not None and after is not None
+    assert (before.attained_s, after.attained_s) == (0.0, pytest.approx(0.03))
+    assert after.remaining_s < before.remaining_s / 2
     scheduler.check()
 
 

@@ -203,9 +203,10 @@ class TestStealing:
         self,
     ) -> None:
         """`a` has one slot, one request that runs and one that waits; `b` becomes free."""
-        for blocks, expected in ((20, "a"), (0, "b")):
+        for blocks, running_tokens, expected in ((20, 2, "a"), (20, 4000, "b"), (0, 2, "b")):
             scheduler = shard(1)
-            scheduler.step(0.0, [arrives("runs", 0, OTHER, expected_output_tokens=2, max_tokens=2)])
+            runs = arrives("runs", 0, OTHER, max_tokens=running_tokens, runs_to_limit=True, prompt_tokens=64)
+            scheduler.step(0.0, [runs])
             scheduler.step(0.5, [report(did("runs", 0, 1, prefilled=TOKENS), worker_id="a", prefill_s=20.0)])
             scheduler.step(1.0, [has("a", blocks)])
             scheduler.step(1.0, [arrives("waits", 1, prompt_tokens=TOKENS)])
