@@ -59,6 +59,9 @@ from laps_sd.v1 import inference_pb2
 
 __all__ = ["Caller", "Calls"]
 
+LATE_S = 1.0
+"""Seconds after its deadline in which the scheduler may end a request: its end comes with the last tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -159,7 +162,8 @@ class Calls:
                 shown_ids=shown_ids,
             ) as generation:
                 generation.states = states
-                yield generation
+                with _ends_late(generation, by_field):
+                    yield generation
 
     @asynccontextmanager
     async def resume(
@@ -434,6 +438,21 @@ async def _until(deadline: float | None) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise DeadlineExceeded("the deadline passed before the request was accepted") from None
+
+
+@contextmanager
+def _ends_late(generation: Generation, deadline: float | None) -> Iterator[None]:
+    """Fail a call whose scheduler does not end it at the deadline of the request's field: there may be none that
+    leads, or its record may be gone."""
+    if deadline is None:
+        yield
+        return
+    error = DeadlineExceeded("the deadline passed, and the request's scheduler does not answer")
+    timer = asyncio.get_running_loop().call_at(deadline + LATE_S, generation.fail, error)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _key_of(key: str, *, output: int) -> str:

@@ -12,7 +12,7 @@ from gateway.links.client_stream import Accepted, Batch, ClientStream
 from gateway.links.link import ShardLink
 from gateway.model.reasoning import State
 from gateway.tracing import CallSpan
-from laps_sd.errors import FailedPrecondition
+from laps_sd.errors import FailedPrecondition, LapsSdError
 from laps_sd.v1 import inference_pb2
 
 __all__ = ["Attachment", "Generation"]
@@ -88,6 +88,8 @@ class Generation:
         self._attachments = attachments
         self.over = False
         """Every choice has ended, and all of its output was returned."""
+        self._failure: LapsSdError | None = None
+        """Why the whole call does not go on."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         """The future that `read` waits for. An event would cost several calls more for each delivery."""
@@ -96,12 +98,21 @@ class Generation:
     def listen(self, on_news: Callable[[], object]) -> None:
         """Have `on_news` called whenever output begins to wait for `take`. It is called within the link's
         work, so it must be quick and must not raise."""
+        self._on_news = on_news
         for attachment in self._attachments:
             attachment.stream.on_news = on_news
 
+    def fail(self, error: LapsSdError) -> None:
+        """End the call with an error, which `take` raises from now on."""
+        if not self.over:
+            self._failure = error
+            self._on_news()
+
     def take(self) -> list[tuple[int, Piece]]:
-        """Return all output since the last call, each piece with its choice. Raises the failure of the first
-        choice that failed."""
+        """Return all output since the last call, each piece with its choice. Raises the failure of the call, or
+        of the first choice that failed."""
+        if self._failure is not None:
+            raise self._failure
         now = self._loop.time()
         pieces = []
         for choice, attachment in enumerate(self._attachments):

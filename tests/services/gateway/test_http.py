@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api import http_connections, http_server, http_stream
+from gateway.calls import calls
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import StartupError
 from laps_sd.service.metrics import REGISTRY
@@ -1061,6 +1062,24 @@ class TestARefusal:
 
         assert status == 503
         assert "Retry-After" in headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_holds_without_a_scheduler_that_ends_the_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(calls, "LATE_S", 0.0)
+    body = TEXT | {"stream": stream, "deadline_unix_ms": round((time.time() + 0.5) * 1000)}
+    call = asyncio.create_task(served.session.post(served.url + "/v1/completions", json=body))
+    request_id = await served.scheduler.submitted()
+    served.scheduler.commit(request_id, served.running.model.encode_rendered("hello"))
+    async with await call as response:
+        answer = (await events(response))[-1] if stream else await response.json()
+
+    assert response.status == (200 if stream else 504)
+    assert answer["error"]["message"] == "the deadline passed, and the request's scheduler does not answer"
+    assert (await served.scheduler.wait_heard("detach")).request_id == request_id
+    await nobody_left(served)
 
 
 class TestTheServer:
