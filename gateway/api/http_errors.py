@@ -1,4 +1,4 @@
-"""Errors as responses of the HTTP port, in OpenAI's shape, and which of them are logged."""
+"""Errors as responses of the HTTP port, and which of them are logged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from http import HTTPStatus
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.api.anthropic.errors import anthropic_error
 from gateway.api.openai.body import Json
 from gateway.api.openai.errors import error_json, http_status, retry_headers
 from gateway.api.openai.values import shown
@@ -20,6 +21,8 @@ __all__ = ["HTTP_LOGGER", "incident", "is_news", "not_found", "refusal_response"
 
 log = get_logger(__name__)
 
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Paths whose errors have Anthropic's shape; all others have OpenAI's."""
 HTTP_LOGGER = "aiohttp.server"
 """Logger in which aiohttp reports bytes that are not HTTP and clients that have left, each with its traceback."""
 
@@ -35,24 +38,30 @@ def is_news(record: logging.LogRecord) -> bool:
     )
 
 
-def refusal_response(error: LapsSdError, body: Json | None = None) -> web.Response:
-    """Return one of our errors as a response; `body`: in the shape of another API than OpenAI's."""
+def refusal_response(error: LapsSdError, path: str) -> web.Response:
+    """Return one of our errors as a response, in the shape of the API of the path."""
     headers = retry_headers(error)
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, section 15.5.2
-    return web.json_response(body or error_json(error), status=http_status(error), headers=headers)
+    body = anthropic_error(error) if path in ANTHROPIC_PATHS else error_json(error)
+    return web.json_response(body, status=http_status(error), headers=headers)
 
 
-def response_of_aiohttp(error: web.HTTPException, max_bytes: int) -> web.Response:
-    """Return an error of aiohttp (unknown path, wrong method, body too large …) in OpenAI's shape."""
+def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str = "") -> web.Response:
+    """Return an error of aiohttp (unknown path, wrong method, body too large …) in the shape of the API of the path."""
     message = error.text or HTTPStatus(error.status).phrase
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods - {"HEAD"}))
         message = f"this path takes {allowed}, and the request is {shown(error.method)}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body must be at most {max_bytes} bytes"
-    refusal = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    response = web.json_response({"error": refusal}, status=error.status)
+    refusal = {"message": message, "type": "invalid_request_error", "param": None}
+    body: Json = (
+        {"type": "error", "error": refusal}
+        if path in ANTHROPIC_PATHS
+        else {"error": refusal | {"code": None}}
+    )
+    response = web.json_response(body, status=error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):

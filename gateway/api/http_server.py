@@ -35,7 +35,6 @@ import prometheus_client
 from aiohttp import web
 
 from gateway.api.anthropic.body import read_count, read_messages
-from gateway.api.anthropic.errors import anthropic_error
 from gateway.api.anthropic.reply import MessagesReply
 from gateway.api.console.routes import ConsoleRoutes
 from gateway.api.description import openapi_json
@@ -187,12 +186,12 @@ class HttpServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every call in OpenAI's shape and with a request id; count it as work in progress until it is
+        """Answer every call in the shape of its API and with a request id; count it as work in progress until it is
         over."""
         assert self._connections is not None, "it was started"
         with self._connections.request(request.transport):
             if self._app.stopping.is_set() and request.path != "/live":
-                response: web.StreamResponse = refusal_response(stopping())
+                response: web.StreamResponse = refusal_response(stopping(), request.path)
             else:
                 with self._app.guard.counted():
                     response = await self._answered(request, handler)
@@ -210,15 +209,15 @@ class HttpServer:
         try:
             return await handler(request)
         except LapsSdError as error:
-            return refusal_response(error)
+            return refusal_response(error, request.path)
         except web.HTTPNotFound:
             return not_found(request, self._paths())
         except web.HTTPException as error:
-            return response_of_aiohttp(error, self._calls.settings.max_message_bytes)
+            return response_of_aiohttp(error, self._calls.settings.max_message_bytes, request.path)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
-            return refusal_response(incident(error, request.path))
+            return refusal_response(incident(error, request.path), request.path)
 
     def _paths(self) -> list[str]:
         """Return the method and path of each endpoint, in the order of the paths."""
@@ -241,20 +240,14 @@ class HttpServer:
         return await self._generate(request, _response)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        try:
-            return await self._generate(request, _message)
-        except LapsSdError as error:
-            return refusal_response(error, anthropic_error(error))
+        return await self._generate(request, _message)
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        try:
-            caller = Caller(tenant=self._tenants.of(with_api_key(request.headers.items())))
-            with self._calls.refusals(caller):
-                body = read_body(await read_bytes(request), self._calls.settings.max_message_fields)
-                (prompt,) = read_count(body, self._unknown).requests
-            ids = await self._calls.tokenize(prompt, caller)
-        except LapsSdError as error:
-            return refusal_response(error, anthropic_error(error))
+        caller = Caller(tenant=self._tenants.of(with_api_key(request.headers.items())))
+        with self._calls.refusals(caller):
+            body = read_body(await read_bytes(request), self._calls.settings.max_message_fields)
+            (prompt,) = read_count(body, self._unknown).requests
+        ids = await self._calls.tokenize(prompt, caller)
         return web.json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -176,6 +176,32 @@ async def test_of_an_unknown_model_is_404(served: Served) -> None:
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_what_is_refused_before_a_body_is_read_has_anthropics_shape_too(
+    served: Served, path: str
+) -> None:
+    async with served.session.post(served.url + path, data="text") as response:
+        status, answer = response.status, await response.json()
+
+    assert status == 415
+    assert answer == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": "the Content-Type must be application/json",
+            "param": None,
+        },
+    }
+
+
+async def test_a_stopping_gateway_refuses_in_anthropics_shape(served: Served) -> None:
+    served.running.gateway.app.stopping.set()
+    status, headers, answer = await served.post("/v1/messages", BODY)
+
+    assert (status, headers["Retry-After"]) == (503, "1")
+    assert (answer["type"], answer["error"]["type"]) == ("error", "overloaded_error")
+
+
 def test_a_key_in_anthropics_header_is_a_key() -> None:
     assert dict(with_api_key([("X-Api-Key", "k")]))["authorization"] == "Bearer k"
     both = [("x-api-key", "k"), ("Authorization", "Bearer other")]
