@@ -12,6 +12,7 @@ from laps_sd.contract.length_features import (
     FEATURES,
     LINES,
     MOST_FEATURES,
+    MOST_MARKS,
     MOST_WORDS,
     FeatureHash,
     features_of_tokens,
@@ -76,6 +77,21 @@ class TestFeatures:
         features = PLAIN.features_of(text)
         assert 200 < len(features) <= MOST_FEATURES
 
+    def test_they_are_the_same_in_every_release(self) -> None:
+        """Start weights and what a scheduler has learnt are kept by these numbers."""
+        features = PLAIN.features_of("Sum 2 numbers!\nWhy?", marks=["system:x"])
+        assert features == [
+            *(2165, 2859, 4080, 4349, 8013, 8391, 13949),
+            *(15885, 17072, 19193, 20078, 22128, 31311, 32723),
+        ]
+
+    def test_marks_have_features_of_their_own_up_to_a_number(self) -> None:
+        marks = [f"mark{n}" for n in range(MOST_MARKS + 1)]
+        of_marks = PLAIN.features_of("", marks)
+        assert len(of_marks) == MOST_MARKS
+        assert of_marks == PLAIN.features_of("", marks[:-1])
+        assert not set(of_marks) & {plain(mark) for mark in marks}
+
     def test_another_key_gives_others(self) -> None:
         text = "Summarise the second chapter of this book in three sentences"
         mine, theirs = FeatureHash("mine").features_of(text), FeatureHash("theirs").features_of(text)
@@ -95,6 +111,18 @@ class TestTokens:
         assert len(features_of_tokens([5, 6, 7])) == 6
         assert features_of_tokens([5, 6]) != features_of_tokens([6, 5])
         assert set(features_of_tokens([5])) < set(features_of_tokens([5, 6]))
+
+    def test_they_are_the_same_in_every_release(self) -> None:
+        """A scheduler inside vLLM keeps what it has learnt in a file, by these numbers."""
+        assert features_of_tokens([]) == []
+        assert features_of_tokens([5]) == [6731, 23206]
+        assert features_of_tokens([5, 7, 0]) == [3050, 6731, 13922, 20251, 23206, 30941]
+
+    def test_of_a_long_prompt_the_two_ends(self) -> None:
+        half = MOST_WORDS // 2
+        ids = list(range(1000))
+        assert features_of_tokens(ids) == features_of_tokens([*ids[:half], *ids[-half:]])
+        assert len(features_of_tokens(ids)) > 1.9 * MOST_WORDS
 
     @given(st.lists(st.integers(0, 2**31 - 1)))
     def test_they_are_what_a_core_accepts(self, ids: list[int]) -> None:
