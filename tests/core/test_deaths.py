@@ -210,6 +210,21 @@ class TestWhoIsSuspected:
 
         assert shard.deaths("a") == [0]
 
+    def test_a_death_that_was_cleared_is_not_taken_back_again_from_a_later_one(self) -> None:
+        shard = Shard()
+        shard.up("w1")
+        shard.arrive(request("a"))
+        shard.lost("w1")
+        shard.up("w2")
+        for _ in range(SURVIVED_ROUNDS):
+            shard.round("w2", "a")
+        shard.lost("w2")
+        shard.up("w1")
+        assert shard.deaths("a") == [1]
+
+        shard.up("w2")
+        assert shard.deaths("a") == [0]
+
     def test_of_many_lost_workers_the_oldest_are_forgotten(self) -> None:
         shard = Shard()
         shard.arrive(request("a", max_tokens=3_000))

@@ -20,8 +20,8 @@ class Deaths:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self.died_with: dict[str, tuple[str, ...]] = {}
-        """Requests that the death of a lost worker was counted for, by worker; the oldest worker first."""
+        self.died_with: dict[str, dict[str, None]] = {}
+        """Requests whose counts contain the death of a lost worker, by worker; the oldest worker first."""
 
     def count(self, worker: Worker, hung: bool, ledger: Ledger) -> None:
         """Count the death of a lost worker for the requests that it may have run; isolate those that must run
@@ -43,7 +43,7 @@ class Deaths:
             if request.runs_alone and not ran_alone and request.worker != worker.worker_id:
                 self._isolate(request, worker, ledger)
         if died_with and not hung:
-            self.died_with[worker.worker_id] = tuple([request.request_id for request in died_with])
+            self.died_with[worker.worker_id] = dict.fromkeys([request.request_id for request in died_with])
             if len(self.died_with) > MOST_LOST:
                 del self.died_with[next(iter(self.died_with))]
 
@@ -52,7 +52,7 @@ class Deaths:
         the lower count with the next release; if the leader changes before, such a request runs alone for a
         while.
         """
-        for request_id in self.died_with.pop(worker_id, ()):
+        for request_id in self.died_with.pop(worker_id, {}):
             request = self._shard.requests.get(request_id)
             if request is not None and request.deaths:
                 request.record_event(ledger.now_s, "cleared", f"worker {worker_id} is alive")
@@ -62,6 +62,9 @@ class Deaths:
         """Set a lower number of deaths; a request that need not run alone any more shares a worker again."""
         ran_alone = request.runs_alone
         request.deaths = deaths
+        if not deaths:
+            for request_ids in self.died_with.values():
+                request_ids.pop(request.request_id, None)
         if ran_alone and not request.runs_alone:
             self._shard.shared_again(request)
 
