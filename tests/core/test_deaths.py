@@ -225,6 +225,16 @@ class TestWhoIsSuspected:
         shard.up("w2")
         assert shard.deaths("a") == [0]
 
+    def test_what_was_not_counted_is_not_taken_back(self) -> None:
+        """By the record two that must run alone share a worker: its death counts for neither."""
+        shard = Shard()
+        for number, name in enumerate("ab"):
+            shard.step(Recovered(request(name, number), 0, 0, 0, 0, 0.0, 0, "w", 1, deaths=ALONE_AFTER))
+        for _ in range(2):
+            shard.up("w")
+            assert shard.deaths("a", "b") == [ALONE_AFTER, ALONE_AFTER]
+            shard.lost("w")
+
     def test_of_many_lost_workers_the_oldest_are_forgotten(self) -> None:
         shard = Shard()
         shard.arrive(request("a", max_tokens=3_000))

@@ -36,14 +36,17 @@ class Deaths:
             if left is not None and left.worker != worker.worker_id:
                 died_with.append(left)
                 is_certain = False
+        counted: dict[str, None] = {}
         for request in died_with:
             ran_alone = request.runs_alone
-            request.deaths += is_certain or not ran_alone
+            if is_certain or not ran_alone:
+                request.deaths += 1
+                counted[request.request_id] = None
             request.death_round = request.rounds
             if request.runs_alone and not ran_alone and request.worker != worker.worker_id:
                 self._isolate(request, worker, ledger)
-        if died_with and not hung:
-            self.died_with[worker.worker_id] = dict.fromkeys([request.request_id for request in died_with])
+        if counted and not hung:
+            self.died_with[worker.worker_id] = counted
             if len(self.died_with) > MOST_LOST:
                 del self.died_with[next(iter(self.died_with))]
 
