@@ -17,7 +17,7 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerUp,
 )
-from scheduler_svc.core.placement.routing import router_named
+from scheduler_svc.core.placement.routing import MOST_COMPARED, router_named
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
@@ -98,6 +98,14 @@ class TestWhoGetsIt:
         scheduler.step(0.0, [*workers(4, 4), has("b", 20)])
         scheduler.step(0.0, [arrives("r")])
         assert worker_of(scheduler, "r") == "b"
+
+    def test_of_many_that_have_a_part_those_with_most_are_compared(self) -> None:
+        names = [f"w{number:02d}" for number in range(2 * MOST_COMPARED + 1)]
+        scheduler = core("fcfs")
+        scheduler.step(0.0, [WorkerUp(named(name, 4), ()) for name in names])
+        scheduler.step(0.0, [has(name, 20 if name == names[-1] else 1) for name in names])
+        scheduler.step(1.0, [arrives("r")])
+        assert worker_of(scheduler, "r") == names[-1]
 
     def test_a_worker_without_a_free_slot_only_if_it_has_the_prompt(self) -> None:
         scheduler = shard(1, 1)
