@@ -175,6 +175,7 @@ class TestSummaries:
         assert (whole.count, sum(whole.bins)) == (3, 3)
         assert (whole.predicted_s, whole.actual_s) == (3.0, 3.0)
         assert whole.mean == pytest.approx(-math.log(2) / 3)
+        assert whole.rms == pytest.approx(math.log(2))
         assert (whole.covered, whole.coverage) == (1, pytest.approx(1 / 3))
         assert errors.of(Moment.PERCEPTIBLE).count == 0
 

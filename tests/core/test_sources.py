@@ -17,6 +17,7 @@ from scheduler_svc.core.estimates.sources import (
     STAGES,
     Guesses,
     Prediction,
+    StageHistory,
     stage_of,
 )
 
@@ -145,6 +146,16 @@ class TestWorkers:
         mean, basis = self.left(priors, 20.0, 64)
         assert basis is Basis.WORKER
         assert mean == pytest.approx(20, rel=0.2)
+
+    def test_errors_to_both_sides_do_not_cancel(self) -> None:
+        """With the predictions estimates are off by a factor of 4, up or down; without them by 2, always down."""
+        history = StageHistory()
+        for number in range(int(2 * ENOUGH_PREDICTIONS)):
+            prediction = Prediction(100.0, 0)
+            prediction.with_it = 25.0 if number % 2 else 400.0
+            prediction.without_it = 50.0
+            history.observe(prediction, 100)
+        assert not history.is_used
 
     def test_it_is_not_used_before_some_were_judged(self) -> None:
         for count in (int(ENOUGH_PREDICTIONS) - 1, 60):
