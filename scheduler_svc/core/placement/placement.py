@@ -298,6 +298,8 @@ def _move_worth_it(worker: Worker, shard: Shard, priors: Priors) -> tuple[Reques
         request = _worth_moving(worker, faster, shard.worker_orders, priors)
         if request is not None:
             return request, faster
+        if all(faster.holds(running) for running in worker.running.values()):
+            return None  # the next ones save less
     return None
 
 
