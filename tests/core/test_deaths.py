@@ -497,6 +497,20 @@ class TestRunningAlone:
 
         assert (shard.worker_of("large"), shard.worker_of("small")) == (None, "w")
 
+    def test_one_that_only_a_cleared_worker_can_hold_lets_the_next_one_go_first(self) -> None:
+        shard = Shard()
+        large = [request(f"large{number}", number, prompt_tokens=2000) for number in range(2)]
+        small = [request(name, 2 + number) for number, name in enumerate("abc")]
+        shard.step(
+            *(Recovered(one, 0, 0, 0, 0, 0.0, 0, None, 1, deaths=ALONE_AFTER) for one in (*large, *small))
+        )
+        limits = {"big": 4096, "w0": 1000, "w1": 1000, "w2": 1000}
+        workers = [WorkerFacts(name, 4, 1000, 1000, 16, most, 5) for name, most in limits.items()]
+        shard.step(*(WorkerUp(worker, ()) for worker in workers))
+
+        names = ("large0", "large1", "a", "b", "c")
+        assert [shard.worker_of(name) for name in names] == ["big", None, "w0", None, None]
+
     def test_those_that_no_worker_can_hold_clear_no_further_worker(self) -> None:
         """One worker is enough for the two others."""
         shard = Shard()
