@@ -17,6 +17,7 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import (
     Arrived,
     EndRequested,
+    Event,
     Held,
     Recovered,
     ResidencyChange,
@@ -81,6 +82,37 @@ class TestRecovery:
         assert by_threes.totals() == at_once.totals()
         for n in range(20):
             assert by_threes.explain(f"r{n}", 9.0) == at_once.explain(f"r{n}", 9.0)
+
+
+class TestParking:
+    @pytest.mark.parametrize("fair", [False, True])
+    def test_requests_wait_where_some_worker_can_hold_them_and_are_parked_otherwise(self, fair: bool) -> None:
+        """Many change their place together, and few, when the worker with the longest context comes or goes."""
+        settings = CoreSettings(tenant_fairness=fair)
+        scheduler = Scheduler(policy_named("laps-sd", settings), settings, Priors())
+        tokens = {f"r{n}": 2100 - 100 * (n % 20) for n in range(100)}
+        arrivals = [
+            Arrived(request(name, n, tenant=f"t{n % 3}", max_tokens=tokens[name] - 100))
+            for n, name in enumerate(tokens, start=1)
+        ]
+        scheduler.step(0.0, arrivals)
+        changes: list[tuple[list[Event], int]] = [
+            ([WorkerUp(replace(W, worker_id="short", slots=4, max_length=1000), ())], 1000),
+            ([WorkerUp(replace(W, worker_id="long", slots=4, max_length=2000), ())], 2000),
+            ([WorkerUp(replace(W, worker_id="longer", slots=4, max_length=2100), ())], 2100),
+            ([WorkerLost("longer")], 2000),
+            ([WorkerUp(replace(W, worker_id="longer", slots=4, max_length=2100), ())], 2100),
+            ([WorkerLost("long"), WorkerLost("longer")], 1000),  # with requests of the reserved share
+            ([WorkerDraining("short")], 0),
+        ]
+        for at_s, (events, capacity) in enumerate(changes, start=1):
+            scheduler.step(float(at_s), events)
+
+            scheduler.check()
+            assert scheduler.capacity_tokens == capacity
+            waiting = [entry.request_id for entry in scheduler.queue(9.0, 100) if not entry.worker_id]
+            too_long = {name for name in waiting if tokens[name] > capacity}
+            assert set(scheduler._shard.parked) == too_long
 
 
 class TestRecentFiguresOfAWorker:

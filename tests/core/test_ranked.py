@@ -39,6 +39,33 @@ def test_it_is_a_sorted_set_with_positions(changes: list[tuple[int, bool]]) -> N
             assert keys.position((999,)) == len(in_order)
 
 
+@given(
+    st.sets(st.tuples(st.integers(0, 200)), max_size=100),
+    st.sets(st.tuples(st.integers(0, 200)), max_size=100),
+    st.sets(st.tuples(st.integers(0, 200)), max_size=100),
+)
+@settings(max_examples=100, deadline=None)
+def test_many_keys_together_are_as_good_as_one_after_another(
+    before: set[tuple[int]], added: set[tuple[int]], removed: set[tuple[int]]
+) -> None:
+    together: Ranked[tuple[int]] = Ranked()
+    truth: list[tuple[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranked, "_BLOCK", 4)
+        together.add_all(sorted(before))
+        together.add_all(sorted(added - before, reverse=True))
+        together.remove_all(sorted(removed & (before | added)))
+        truth = sorted((before | added) - removed)
+        assert list(together) == truth
+        assert len(together) == len(truth)
+        assert [together.position(key) for key in truth] == list(range(len(truth)))
+        together.add_all([(999,), (-1,)])  # few, and beyond both ends
+        assert list(together) == [(-1,), *truth, (999,)]
+        for key in [(-1,), *truth, (999,)]:
+            together.remove(key)
+        assert not together
+
+
 def test_beyond_the_end() -> None:
     keys: Ranked[tuple[int]] = Ranked()
     with pytest.raises(IndexError):

@@ -6,7 +6,7 @@ shares add up to. Requests that no worker can hold now, and those that wait to r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from scheduler_svc.core.rank import AHEAD, OrderKey
 from scheduler_svc.core.state.request import Request
@@ -38,6 +38,17 @@ class Reserve:
     def remove(self, request: Request) -> None:
         """Remove a request that leaves, or that cannot be leased now."""
         (self._reserved if request.reserved else self._unreserved).remove(request.age_key)
+
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Add requests that a worker can hold again; none of them is reserved yet."""
+        self._unreserved.add_all([request.age_key for request in requests])
+
+    def remove_all(self, requests: Sequence[Request]) -> None:
+        """Remove requests that no worker can hold any more."""
+        for request in requests:
+            if request.reserved:
+                self._reserved.remove(request.age_key)
+        self._unreserved.remove_all([request.age_key for request in requests if not request.reserved])
 
     def move(self, age_key: OrderKey, reserved: bool) -> None:
         """Move a request to the reserved ones, or from them."""

@@ -308,13 +308,37 @@ class Shard:
         """Update the orders for a worker that came up, was lost, began to drain, or has other facts."""
         self._list_changed(worker)
         capacity = max((w.capacity_tokens for w in self.workers.values() if w.takes_work), default=0)
-        if capacity != self.capacity_tokens:
-            self.capacity_tokens = capacity
-            waiting = [*self.parked.values(), *(self.requests[key[-1]] for key in self.queued)]
-            for request in waiting:
-                self._dequeue(request)
-                self._enqueue(request)
+        before, self.capacity_tokens = self.capacity_tokens, capacity
+        if capacity > before:
+            self._unpark()
+        elif capacity < before:
+            self._park()
         self._shares_changed = True
+
+    def _unpark(self) -> None:
+        """Queue the requests that some worker can hold now. All together: with 100,000 waiting requests the first
+        worker would hold up the shard for a second.
+        """
+        requests = [r for r in self.parked.values() if r.longest_tokens <= self.capacity_tokens]
+        self._reserve.add_all(requests)
+        self.queued.add_all([request.order_key for request in requests])
+        for request in requests:
+            del self.parked[request.request_id]
+            if request.account is not None:
+                self._accounts.queued(request.account, +1)
+
+    def _park(self) -> None:
+        """Park the queued requests that no worker can hold any more, all together."""
+        queued = [self.requests[key[-1]] for key in self.queued]
+        requests = [request for request in queued if request.longest_tokens > self.capacity_tokens]
+        self.queued.remove_all([request.order_key for request in requests])
+        self._reserve.remove_all(requests)
+        for request in requests:
+            self.reserved_queued.pop(request.request_id, None)
+            request.reserved, request.entry = False, None
+            self.parked[request.request_id] = request
+            if request.account is not None:
+                self._accounts.queued(request.account, -1)
 
     def worker_lost(self, worker: Worker) -> None:
         """Mark a worker as lost: it takes no more work, and is forgotten as soon as it has no members."""

@@ -7,12 +7,14 @@ which for the sizes that occur (up to 10^6) is a few microseconds.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound="tuple[float | int | str, ...]")
 
 _BLOCK = 512
+_MANY = 8
+"""Keys are added or removed together if the order has at most this number of times as many."""
 
 
 class Ranked(Generic[Key]):
@@ -69,6 +71,28 @@ class Ranked(Generic[Key]):
             self._last[at] = block[-1]
         else:
             del self._blocks[at], self._last[at]
+
+    def add_all(self, keys: Sequence[Key]) -> None:
+        """Add keys that are not there yet. Many cost much less together than one after another."""
+        if len(keys) * _MANY < self._size:
+            for key in keys:
+                self.add(key)
+        elif keys:
+            self._fill(sorted([*self, *keys]))
+
+    def remove_all(self, keys: Sequence[Key]) -> None:
+        """Remove keys that are there. Many cost much less together than one after another."""
+        if len(keys) * _MANY < self._size:
+            for key in keys:
+                self.remove(key)
+        elif keys:
+            gone = set(keys)
+            self._fill([key for key in self if key not in gone])
+
+    def _fill(self, keys: list[Key]) -> None:
+        self._blocks = [keys[first : first + _BLOCK] for first in range(0, len(keys), _BLOCK)]
+        self._last = [block[-1] for block in self._blocks]
+        self._size = len(keys)
 
     def position(self, key: Key) -> int:
         """Return the number of smaller keys."""

@@ -21,7 +21,7 @@ however many wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
@@ -252,6 +252,29 @@ class TenantOrder:
         if not queue:
             del self._queues[account]
         self.turned(account)
+
+    def add_all(self, keys: Sequence[OrderKey]) -> None:
+        """Add keys that are not there yet."""
+        for account, its_keys in self._by_account(keys).items():
+            self._queues.setdefault(account, Ranked()).add_all(its_keys)
+            self._size += len(its_keys)
+            self.turned(account)
+
+    def remove_all(self, keys: Sequence[OrderKey]) -> None:
+        """Remove keys that are there, whichever turns they were made in."""
+        for account, its_keys in self._by_account(keys).items():
+            queue = self._queues[account]
+            queue.remove_all(its_keys)
+            self._size -= len(its_keys)
+            if not queue:
+                del self._queues[account]
+            self.turned(account)
+
+    def _by_account(self, keys: Sequence[OrderKey]) -> dict[Account, list[OrderKey]]:
+        found: dict[Account, list[OrderKey]] = {}
+        for key in keys:
+            found.setdefault(self._account_of(key[-1]), []).append(_bare(key))
+        return found
 
     def position(self, key: OrderKey) -> int:
         """Return the number of smaller keys in the present turns. The key is of these turns too; no request
