@@ -7,6 +7,7 @@ acting at once: its scripts would be fenced anyway, and its streams end with NOT
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 
@@ -209,6 +210,8 @@ class Leadership:
                 self.outage.began(error)
 
     def _step_down(self, reason: str) -> None:
+        if self.loop is not None:
+            gc.unfreeze()  # what its recovery has frozen can go
         self.loop = None
         metrics.leads(False)
         self._on_lead(False)

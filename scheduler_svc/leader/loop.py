@@ -89,6 +89,8 @@ MAX_TURN = 256
 turns, while everything that a turn writes has to be on the record within the store's timeout: 256 reports of 64
 requests take it about half a second.
 """
+GRACES_TOGETHER = 1024
+"""Requests of which a new leader starts the grace periods before it lets other tasks run."""
 _WRITTEN = frozenset({TransitionStatus.OK, TransitionStatus.ALREADY})
 OBSERVE_S = 1.0
 """Seconds between two readings of the queue's gauges."""
@@ -214,6 +216,9 @@ class Loop:
         gc.disable()  # all that is made here stays: the search for cycles would take a third of the time
         try:
             await self._recover()
+            if collects:
+                # Nor do the searches that follow look at it: the first one would hold up everything else at once.
+                gc.freeze()
         finally:
             if collects:
                 gc.enable()
@@ -240,8 +245,10 @@ class Loop:
         now_s = self.clock()  # peers may connect from now on, however long the reading took
         if self.store.record_was_empty:
             self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
-        for live in self.clients.live.values():
+        for number, live in enumerate(self.clients.live.values(), start=1):
             self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
+            if number % GRACES_TOGETHER == 0:
+                await asyncio.sleep(0)  # the lease is renewed in between
         for worker_id in sorted(holders):
             self.roster.expect(worker_id, now_s)
         self._chores.start(now_s)

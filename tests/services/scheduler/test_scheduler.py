@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import urllib.request
@@ -343,6 +344,15 @@ async def test_a_new_leader_enters_requests_into_its_core_while_it_reads_them(
     assert entered == [2, 4, 5]
     async with worker(second.address, slots=5) as gpu:
         await gpu.assigned(*(f"r{number}" for number in range(5)))
+
+
+async def test_what_a_leader_has_recovered_can_go_when_it_no_longer_leads(start: StartScheduler) -> None:
+    """While it leads, no search for cycles looks at it."""
+    scheduler = await start()
+    assert gc.get_freeze_count() > 0
+
+    await scheduler.leadership.resign()
+    assert gc.get_freeze_count() == 0
 
 
 async def test_a_standby_names_the_leader_and_takes_over_when_it_is_gone(start: StartScheduler) -> None:

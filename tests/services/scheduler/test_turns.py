@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,7 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
@@ -184,6 +186,45 @@ async def test_recovery_leaves_the_garbage_collector_as_it_was(leader: Leader, c
         assert gc.isenabled() is collects
     finally:
         gc.enable()
+
+
+async def test_a_new_leader_lets_other_tasks_run_while_it_starts_graces(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease is renewed in between, however many requests it leads."""
+    for number in range(4):
+        await leader.submit(f"r{number}")
+    done: list[str] = []
+    start_grace = Clients.start_grace
+
+    def start_it(clients: Clients, *args: Any) -> None:
+        done.append("grace")
+        start_grace(clients, *args)
+
+    async def renew() -> None:
+        while True:
+            done.append("renewal")
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("scheduler_svc.leader.loop.GRACES_TOGETHER", 2)
+    monkeypatch.setattr(Clients, "start_grace", start_it)
+    renewing = asyncio.create_task(renew())
+    await Leader(leader.store, leader.loop.settings).loop.recover()
+    renewing.cancel()
+
+    first = done.index("grace")
+    assert done[first : first + 6] == ["grace", "grace", "renewal", "grace", "grace", "renewal"]
+
+
+async def test_what_a_new_leader_recovers_is_not_searched_for_cycles(leader: Leader) -> None:
+    await leader.submit("r")
+    gc.unfreeze()
+    second = Leader(leader.store, leader.loop.settings)
+    await second.loop.recover()
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+
+    assert frozen > 0
 
 
 async def test_tokens_are_shown_and_acknowledged_in_the_turn_that_takes_them(leader: Leader) -> None:
