@@ -64,6 +64,15 @@ class RecentEnd:
     commit: Commit
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A request that a gateway or a worker has brought back, for the record, with the tokens that were shown of it."""
+
+    submission: Submission
+    new: NewRequest
+    shown: Shown
+
+
 class ShardLead(Protocol):
     """The lead of the shard, as the clients' side needs it."""
 
@@ -113,7 +122,7 @@ class Clients:
         """
         self.restoring: set[str] = set()
         """Ids of requests that a gateway or a worker has brought back while the record did not answer, and that it
-        may hold all the same. They come again.
+        may hold all the same. They come again, or are written without their gateway.
         """
         self._settings = settings
         self._store = store
@@ -338,7 +347,10 @@ class Clients:
             self._outage.began(error)
             for session, submission, new in admitted:
                 if new.request_id not in self.live:
-                    (self.restoring if new.request_id in shown else self.doubtful).add(new.request_id)
+                    if new.request_id in shown:
+                        self._restore_later(turn, Restored(submission, new, shown[new.request_id]))
+                    else:
+                        self.doubtful.add(new.request_id)
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
         for (session, submission, new), result in zip(admitted, results, strict=True):
@@ -489,16 +501,58 @@ class Clients:
             new = self._new_request(submission, unix_ms)
             shown = Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
             try:
-                [result] = await self._submit([new], {new.request_id: shown})
+                settled = await self._restore(turn, Restored(submission, new, shown), "worker")
             except StoreUnavailable as error:
                 self._outage.began(error)
+                settled = False
+            if not settled:
                 self.restoring.add(new.request_id)
                 self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, _offer_again(offer))
-                continue
-            if result.status is SubmitStatus.ACCEPTED and result.sequence > self.newest_sequence:
-                live = from_submission(new, requests.accepted(new, result.sequence, submission))
-                self._enter(turn, live, shown, "worker")
-                self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
+
+    async def _restore(self, turn: Turn, restored: Restored, source: str) -> bool:
+        """Lead a request that no client waits for yet, if the record has lost it. Return False if it has to be tried
+        again: an earlier attempt is on the record, older than other requests, and goes first. Raises Fenced,
+        StoreUnavailable.
+        """
+        submission, new, shown = restored.submission, restored.new, restored.shown
+        [result] = await self._submit([new], {new.request_id: shown})
+        if result.status is not SubmitStatus.ACCEPTED or new.request_id in self.live:
+            return True
+        if result.sequence > self.newest_sequence:
+            live = from_submission(new, requests.accepted(new, result.sequence, submission))
+            self._enter(turn, live, shown, source)
+            self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
+            return True
+        if await self._read_ended([new.request_id]):
+            return True
+        self.doubtful.add(new.request_id)
+        return False
+
+    def _restore_later(self, turn: Turn, restored: Restored) -> None:
+        """Note that the record did not answer to a request that a gateway has brought back. If the gateway does not
+        bring it again in time, it is written without it: the record may hold it, and only a request that is led
+        ever ends.
+        """
+        request_id = restored.new.request_id
+
+        async def restore(turn: Turn) -> None:
+            if request_id not in self.restoring:
+                return
+            try:
+                settled = await self._restore(turn, restored, "gateway")
+            except StoreUnavailable as error:
+                self._outage.began(error)
+                settled = False
+            if not settled:
+                self.restoring.add(request_id)
+                self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, again)
+
+        def again(turn: Turn) -> None:
+            turn.restores.append(restore)
+
+        if request_id not in self.restoring:
+            self.restoring.add(request_id)
+            self._timers.at(turn.now_s + self._settings.reattach_grace_s, again)
 
     def _answer_attach(
         self, session: GatewaySession, attach: Attach, live: Live | None, now_s: float

@@ -302,6 +302,8 @@ class Loop:
             await self.clients.admit(turn)
         if turn.offers:
             await self.clients.take_offers(turn)
+        for restore in turn.restores:
+            await restore(turn)
         for live, shown in turn.seen_further:
             await self._repair.continue_after(turn, live, shown)
         if turn.unknown_attaches or turn.unknown_submits:

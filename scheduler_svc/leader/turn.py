@@ -109,6 +109,10 @@ class Turn:
     """New requests, to be written to the record before the core receives them."""
     offers: list[Offer] = field(default_factory=list)
     """Requests that workers hold and that are not led here."""
+    restores: list[Callable[[Turn], Awaitable[None]]] = field(default_factory=list)
+    """Requests that gateways brought back while the record did not answer, and did not bring again: each is written and
+    led by its call.
+    """
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""
     lead_in_doubt: bool = False

@@ -31,7 +31,7 @@ from scheduler_svc import metrics
 from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
-from scheduler_svc.store.records import SubmitStatus
+from scheduler_svc.store.records import StoredRequest, SubmitStatus
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
 from tests.store.kit import a_request
@@ -876,6 +876,38 @@ async def test_a_restoring_submission_that_was_refused_for_the_record_is_not_end
         await gpu.run_round("r1", listed.lease_epoch, 1, [11], end=STOP)
         tokens, end = await client.read("r1-client")
         assert (tokens, end.kind) == ([11], STOP)
+
+
+@pytest.mark.parametrize("others", [[], ["r2"]])
+async def test_a_restoring_submission_that_does_not_come_again_is_led_all_the_same(
+    start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch, others: list[str]
+) -> None:
+    """The record has executed it, only the answer was lost, and its gateway is gone since."""
+    scheduler = await start_own(reattach_grace_s=0.1)
+    submit = scheduler.store.submit
+
+    async def lose_the_answer(*args: Any) -> Any:
+        monkeypatch.undo()
+        await submit(*args)
+        raise StoreUnavailable("the answer is lost")
+
+    async with gateway(scheduler.address) as client:
+        monkeypatch.setattr(scheduler.store, "submit", lose_the_answer)
+        reply = await client.submit("r1", restores=True, shown_ids=[10])
+        assert reply.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+        for other in others:
+            assert (await client.submit(other, submission_id=2)).accepted.request_id == other
+        assert await scheduler.store.unfinished_ids() == ["r1", *others]
+
+    async def ended() -> StoredRequest | None:
+        stored = await scheduler.store.read("r1")
+        return stored if stored is not None and stored.end is not None else None
+
+    await wait_until_async(ended, description="r1 has ended, as one whose client went away")
+    stored = await scheduler.store.read("r1")
+    assert stored is not None
+    assert await scheduler.store.unfinished_ids() == []
+    assert (stored.end, stored.committed_ids) == (End.CANCELLED, (10,))
 
 
 async def test_a_submission_that_was_refused_for_the_record_leaves_its_key_to_the_retry(
