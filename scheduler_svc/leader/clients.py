@@ -121,8 +121,8 @@ class Clients:
         the same.
         """
         self.restoring: set[str] = set()
-        """Ids of requests that a gateway or a worker has brought back while the record did not answer, and that it
-        may hold all the same. They come again, or are written without their gateway.
+        """Ids of requests that are being submitted, and of those that a gateway or a worker has brought back while the
+        record did not answer, and that it may hold all the same. They come again, or are written without their gateway.
         """
         self._settings = settings
         self._store = store
@@ -386,8 +386,17 @@ class Clients:
             self._set_limits(live)
 
     async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
-        results = await self._leading(lambda: self._store.submit(requests, shown))
-        self.restoring.difference_update(shown)
+        submitted = {new.request_id for new in requests}
+        others = self.restoring - submitted
+        before = self.restoring & submitted
+        # Some may be written when the lead has to be confirmed: the write-back must not end those.
+        self.restoring |= submitted
+        try:
+            results = await self._leading(lambda: self._store.submit(requests, shown))
+        except StoreUnavailable:
+            self.restoring = others | before
+            raise
+        self.restoring = others
         return results
 
     async def _leading(self, write: Callable[[], Awaitable[T]]) -> T:

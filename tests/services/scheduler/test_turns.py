@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -40,6 +40,8 @@ from scheduler_svc.metrics import REFUSED
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.errors import Fenced
+from scheduler_svc.store.records import NewRequest, Shown, SubmitResult
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
 from tests.store.kit import keys_of, losing_answers
@@ -225,6 +227,27 @@ async def test_what_a_new_leader_recovers_is_not_searched_for_cycles(leader: Lea
     gc.unfreeze()
 
     assert frozen > 0
+
+
+async def test_submissions_that_are_half_written_when_the_lead_is_confirmed_are_not_ended(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease runs out between two calls of one exchange, and the server is started again before the confirmation."""
+    submit = leader.store.submit
+
+    async def half(new: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
+        monkeypatch.undo()
+        await submit(new[:1], shown)
+        leader.store.distrust()
+        raise Fenced("the lease has run out")
+
+    monkeypatch.setattr(leader.store, "submit", half)
+    await leader.turn(leader.submits("r1"), leader.submits("r2"))
+    await leader.turn()
+
+    assert leader.ends == {}
+    assert await leader.store.unfinished_ids() == ["r1", "r2"]
+    assert list(leader.loop.clients.live) == ["r1", "r2"]
 
 
 async def test_tokens_are_shown_and_acknowledged_in_the_turn_that_takes_them(leader: Leader) -> None:
