@@ -878,6 +878,37 @@ async def test_a_restoring_submission_that_was_refused_for_the_record_is_not_end
         assert (tokens, end.kind) == ([11], STOP)
 
 
+async def test_what_a_worker_holds_is_led_though_another_request_comes_before_the_second_attempt(
+    operator: redis_client.Redis, start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record has executed the first attempt, and only its answer was lost."""
+    first = await start_own()
+    async with gateway(first.address) as client, worker(first.address) as gpu:
+        await client.submit("r1", keep=True)
+        running = (await gpu.assigned("r1"))["r1"]
+        await gpu.run_round("r1", running.lease_epoch, 0, [10, 11])
+        await first.crash()
+    await operator.flushall()
+    second = await start_own()
+    submit = second.store.submit
+
+    async def lose_the_answer(*args: Any) -> Any:
+        monkeypatch.undo()
+        await submit(*args)
+        raise StoreUnavailable("the answer is lost")
+
+    async def is_written() -> bool:
+        return await second.store.unfinished_ids() == ["r1"]
+
+    monkeypatch.setattr(second.store, "submit", lose_the_answer)
+    held = held_by_a_worker(running, [10, 11])
+    async with worker(second.address, slots=2, held=[held]) as gpu, gateway(second.address) as client:
+        await wait_until_async(is_written, description="r1 is on the record again")
+        await client.submit("r2", submission_id=2)
+
+        assert (await gpu.assigned("r1", "r2"))["r1"].tokens == [10, 11]
+
+
 @pytest.mark.parametrize("others", [[], ["r2"]])
 async def test_a_restoring_submission_that_does_not_come_again_is_led_all_the_same(
     start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch, others: list[str]
