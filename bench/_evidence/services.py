@@ -154,8 +154,9 @@ def _workers_carried(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     )
     if not row.get("prompt_words"):
         yield (
-            "These requests brought no words of their prompts, from which the scheduler predicts lengths, and which gateways send. With words, in a run of its own on 2026-11-27, a report "
-            "took 2.0 ms with 20 workers, whose p99 was 21 ms, 1.5 ms with 32 and 1.08 ms with 50."
+            "These requests brought no words of their prompts, from which the scheduler predicts lengths, and which gateways send. On 2026-11-27, on a slower "
+            "machine and in turn, a report took 1.91 ms with words and 1.88 without with 20 workers, 1.62 and 1.67 with 28 (one run each). Three runs with words there, of 20 workers: p99 9, 21 and 46 ms; "
+            "16 workers had 15 ms, and 50 took 1.03 ms a report. So how many workers are carried depends on the machine more than on the words."
         )
     yield from table(
         (
