@@ -387,16 +387,15 @@ class Clients:
 
     async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
         submitted = {new.request_id for new in requests}
-        others = self.restoring - submitted
-        before = self.restoring & submitted
+        added = submitted - self.restoring
         # Some may be written when the lead has to be confirmed: the write-back must not end those.
-        self.restoring |= submitted
+        self.restoring |= added
         try:
             results = await self._leading(lambda: self._store.submit(requests, shown))
         except StoreUnavailable:
-            self.restoring = others | before
+            self.restoring -= added
             raise
-        self.restoring = others
+        self.restoring -= submitted
         return results
 
     async def _leading(self, write: Callable[[], Awaitable[T]]) -> T:
