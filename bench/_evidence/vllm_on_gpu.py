@@ -81,10 +81,10 @@ def _measured(
     was computed for such a setting.
     """
     base = next(row for row in rows if row["mode"] == FCFS)
-    earlier = {
-        row["mode"]: row["mean"] / next(row for row in before if row["mode"] == FCFS)["mean"]
-        for row in before
-    }
+    base_before = next((row for row in before if row["mode"] == FCFS), None)
+    earlier = (
+        {} if base_before is None else {row["mode"]: row["mean"] / base_before["mean"] for row in before}
+    )
     alike = [row for row in cells if row["setting"] == CELLS.get(setting)]
     begin = " within 2 s" if setting.startswith("burst") else f", {rows[0]['requests']} requests"
     yield f"**Measured: {setting}{begin}; {_counted(len({row['seed'] for row in rows}), 'seed')}, so there is no interval.** Seconds; in the order in which they ran. *Before*: the ratio of the means for the same requests in an earlier run. *Computed*: that ratio for other seeds, as below."

@@ -111,7 +111,7 @@ NOT_THE_LEADER = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
-"""Status codes after which another scheduler may answer; the last: one that is paused, or behind a broken network."""
+"""Status codes after which another scheduler may answer; the last: one that is paused, or whose network is broken."""
 
 Reply = TypeVar("Reply")
 

@@ -284,7 +284,7 @@ def _translated(error: Exception) -> StoreError:
         case redis_errors.ConnectionError() | redis_errors.TimeoutError() | OSError():
             return StoreUnavailable(f"the record cannot be reached: {error}", Fault.UNREACHABLE)
         case redis_errors.NoScriptError():
-            # They were loaded a moment ago: the server was restarted since, or somebody flushes them.
+            # They were loaded a moment ago: the server was restarted since, or an operator flushes them.
             return StoreUnavailable("the record has lost its scripts again", Fault.OTHER)
         case redis_errors.AskError() | redis_errors.TryAgainError() | redis_errors.ClusterDownError():
             fault = Fault.OTHER  # MASTERDOWN is a kind of CLUSTERDOWN

@@ -53,7 +53,7 @@ def structured_outputs(wanted: OutputFormat | None) -> StructuredOutputsParams |
 
 
 class FollowedGrammar(GuidanceGrammar):
-    """vLLM's grammar of one request, which goes on after a draft token that it cannot follow.
+    """vLLM's grammar of one request, which continues after a draft token that it cannot follow.
 
     A step that would cost too much makes the library's matcher fail for good, and vLLM then allows the end only. It may
     follow a draft token that is rejected, so the format is compiled again, and follows the other tokens again.
@@ -69,7 +69,7 @@ class FollowedGrammar(GuidanceGrammar):
         self._compile_again = compile_again
         # Tokens that were accepted: committed ones, then draft tokens.
         self._tokens: list[int] = []
-        # Those after which it could not tell what may come next; None: it never failed so, or other tokens came.
+        # Those after which it could not compute what may come next; None: it never failed so, or other tokens came.
         self._failed_after: list[int] | None = None
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
