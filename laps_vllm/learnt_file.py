@@ -1,6 +1,6 @@
 """The file that keeps what the policy has learnt over restarts of a vLLM server.
 
-It holds counts, means, histograms and weights of hashed tokens: no prompt and no request id. A damaged or
+It holds counts, means, histograms and weights of hashed words: no prompt and no request id. A damaged or
 foreign file is not an error: learning starts again. A digest of the rest is in the file, because most numbers can
 be read in place of others, and the server would end with an exception only when it computes with them.
 """
@@ -10,23 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 
-__all__ = ["MAX_FILE_BYTES", "LearntFile", "new_priors"]
+__all__ = ["MAX_FILE_BYTES", "LearntFile"]
 
 MAX_FILE_BYTES = 64 * 2**20
 """Larger files are not read: 256 classes take less than a tenth of this."""
 DIGEST = "digest"
 """Field with the digest of all others."""
-
-
-def new_priors(vocabulary: str) -> Priors:
-    """Return priors that know nothing, for token ids of this vocabulary (a name)."""
-    return Priors(PromptLengths(start_name=vocabulary))
 
 
 class LearntFile:
@@ -36,14 +32,14 @@ class LearntFile:
         self.path = path.with_name(f"{path.name}.{rank}") if rank else path
         self._kept: dict[str, Any] | None = None
 
-    def load(self, vocabulary: str = "") -> tuple[Priors, str]:
-        """Return the priors of the file and a sentence about them; new priors if there are none to read. What
-        was learnt of token ids of another `vocabulary` is not used.
+    def load(self, predictor: Callable[[], PromptLengths] = PromptLengths) -> tuple[Priors, str]:
+        """Return the priors of the file and a sentence about them; new priors if there are none to read.
+        `predictor` returns the predictor of lengths, before it has learnt: what was learnt for another one is not used.
         """
-        priors, told = self._read(vocabulary)
-        return priors or new_priors(vocabulary), told
+        priors, told = self._read(predictor)
+        return priors or Priors(predictor()), told
 
-    def _read(self, vocabulary: str) -> tuple[Priors | None, str]:
+    def _read(self, predictor: Callable[[], PromptLengths]) -> tuple[Priors | None, str]:
         try:
             if self.path.stat().st_size > MAX_FILE_BYTES:
                 return None, f"{self.path} has more than {MAX_FILE_BYTES} bytes, and is not used"
@@ -51,7 +47,7 @@ class LearntFile:
             # Files of earlier builds have none.
             if found.pop(DIGEST, None) not in (None, _digest(found)):
                 raise ValueError("the digest is another one")
-            return Priors.from_dict(found, PromptLengths(start_name=vocabulary)), f"read from {self.path}"
+            return Priors.from_dict(found, predictor()), f"read from {self.path}"
         except FileNotFoundError:
             return None, f"{self.path} does not exist yet"
         except OSError as error:

@@ -22,18 +22,19 @@ from vllm.v1.request import Request, RequestStatus
 
 from laps_sd import __version__
 from laps_sd.contract.ends import End
-from laps_sd.contract.length_features import features_of_tokens, packed
 from laps_sd.service.config import load
 from laps_vllm import known_faults
 from laps_vllm.hints import hints_of
-from laps_vllm.learnt_file import LearntFile, new_priors
+from laps_vllm.learnt_file import LearntFile
 from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.pausing import RUNNING, Pausing, Row, schedules_ahead
+from laps_vllm.prompt_features import PromptFeatures, PromptTokens, PromptWords
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import check_names, check_version
 from scheduler_svc.core import COMPILED
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler as Core
@@ -72,12 +73,18 @@ class Laps(Pausing):
         settings = load(VllmSettings)
         rank = self.vllm_config.parallel_config.data_parallel_index
         self._learnt = LearntFile(settings.learnt_file, rank=rank) if settings.learnt_file else None
-        vocabulary = f"{self.vllm_config.model_config.get_vocab_size()} tokens"
+        # vLLM loads it for structured output, unless it was started with --skip-tokenizer-init.
+        tokenizer = getattr(self.structured_output_manager, "tokenizer", None)
+        features: PromptFeatures = (
+            PromptWords(tokenizer, settings.length_key)
+            if tokenizer is not None
+            else PromptTokens(self.vllm_config.model_config.get_vocab_size())
+        )
         if self._learnt is not None:
-            priors, learnt = self._learnt.load(vocabulary)
+            priors, learnt = self._learnt.load(features.predictor)
         else:
-            priors, learnt = new_priors(vocabulary), "forgotten at the end"
-        self._predicts_lengths = settings.predict_lengths
+            priors, learnt = Priors(features.predictor()), "forgotten at the end"
+        self._features = features if settings.predict_lengths else None
         self._keep_s = settings.learnt_save_s
         core_settings = CoreSettings(reserved_share=settings.reserved_share)
         core = Core(policy_named(settings.policy, core_settings), core_settings, priors)
@@ -111,7 +118,7 @@ class Laps(Pausing):
             facts.slots,
             self.max_num_running_reqs,
             "compiled" if COMPILED else "interpreted",
-            "predicted from prompts" if settings.predict_lengths else "not predicted",
+            f"predicted from the {features.source}" if settings.predict_lengths else "not predicted",
             learnt,
             "async" if isinstance(self, AsyncScheduler) else "synchronous",
             self.num_spec_tokens,
@@ -158,9 +165,21 @@ class Laps(Pausing):
         )
 
     def _length_features(self, request: Request) -> bytes:
-        """Return the hashed tokens of the prompt, if it has any (embeddings have none) and they are wanted."""
-        tokens = request.prompt_token_ids
-        return packed(features_of_tokens(tokens)) if tokens and self._predicts_lengths else b""
+        """Return what the length of the output is predicted from; empty for a prompt of embeddings, which has no tokens,
+        and if predictions are switched off.
+        """
+        ids = request.prompt_token_ids
+        if not ids or self._features is None:
+            return b""
+        limit = request.max_tokens if request.max_tokens < self.max_model_len - len(ids) else None
+        try:
+            return self._features.features_of(ids, limit, request.structured_output_request is not None)
+        except Exception as error:  # of any tokenizer; a request can do without a prediction
+            logger.warning_once(
+                "LAPS-SD: a prompt cannot be read, and its output gets no prediction (%s)",
+                type(error).__name__,
+            )
+            return b""
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
         """End requests that no step ended: cancelled, or stopped by a string that the API server found."""

@@ -25,7 +25,13 @@ class VllmSettings(Settings):
     )
     predict_lengths: bool = field(
         True,
-        help="Predict the length of an output from the token ids of its prompt, as learned from earlier requests.",
+        help="Predict the length of an output from the words of its prompt, as learned from earlier requests.",
+    )
+    length_key: str = field(
+        "",
+        help="Secret under which the words of prompts are hashed: without it LAPS_SD_LEARNT_FILE does not show which"
+        " words were sent. With another one, predictions are learned again.",
+        secret=True,
     )
     learnt_file: Path | None = field(
         None,

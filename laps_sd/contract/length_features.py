@@ -45,9 +45,10 @@ class FeatureHash:
             seed = hashlib.blake2b(key.encode(), person=b"laps-sd length").digest()
             random.Random(seed).shuffle(self.places)  # a permutation that both sides compute
 
-    def features_of(self, text: str, marks: Iterable[str] = ()) -> list[int]:
+    def features_of(self, text: str, marks: Iterable[str] = (), breaks: int | None = None) -> list[int]:
         """Return the features of a text, ascending, each once; at most `MOST_FEATURES`. `marks`: what else is
-        known of it, up to `MOST_MARKS` strings with a feature each.
+        known of it, up to `MOST_MARKS` strings with a feature each; `breaks`: its line breaks, if only parts of
+        it are given (None: they are counted).
         """
         places, crc32 = self.places, zlib.crc32
         found = {
@@ -60,7 +61,7 @@ class FeatureHash:
             found.add(places[crc32(encoded) & (FEATURES - 1)])
             found.add(places[crc32(before + b" " + encoded) & (FEATURES - 1)])
             before = encoded
-        found.update(self.features_of_lines(text.count("\n")))
+        found.update(self.features_of_lines(text.count("\n") if breaks is None else breaks))
         return sorted(found)
 
     def features_of_lines(self, breaks: int) -> list[int]:

@@ -23,6 +23,7 @@ from laps_vllm.merged_steps import MergedSteps, Step
 from laps_vllm.metrics import Metrics
 from laps_vllm.metrics_page import EngineFiles, file_of
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
+from laps_vllm.prompt_features import PromptTokens
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.estimates.priors import Priors
@@ -351,14 +352,14 @@ class TestLearntFile:
     def test_weights_of_another_vocabulary_are_not_used(self, tmp_path: Path) -> None:
         """A token id means another word there. The lengths of classes stay."""
         file = LearntFile(tmp_path / "l")
-        priors, _ = file.load("900 tokens")
+        priors, _ = file.load(PromptTokens(900).predictor)
         for _ in range(30):
             priors.prompts.learn(packed(features_of_tokens([5, 6, 7])), "", "", 9, cut=False)
         priors.observe_length("chat", 9, Guesses(), "")
         file.keep(priors)
         file.save()
 
-        same, other = file.load("900 tokens")[0], file.load("901 tokens")[0]
+        same, other = (file.load(PromptTokens(size).predictor)[0] for size in (900, 901))
         assert (same.prompts.learned, other.prompts.learned) == (30, 0)
         assert same.lengths_seen("chat") == other.lengths_seen("chat") == 1
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +18,18 @@ pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.utils import ConstantList
 
-from laps_sd.contract.length_features import features_of_tokens, packed
+from laps_sd.contract.length_features import FeatureHash, features_of_tokens, packed
+from laps_vllm.prompt_features import PromptWords
 from laps_vllm.scheduler import LapsAsyncScheduler, LapsScheduler, LapsSyncScheduler
 from scheduler_svc.core.events import RequestFacts
-from tests.vllm.virtual import BLOCK, MODEL_LENGTH, Job, Server, burst, run
+from tests.vllm.virtual import BLOCK, DEMO, MODEL_LENGTH, Job, Server, burst, run
 
+PAIR = AutoTokenizer.from_pretrained(DEMO / "target")
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
@@ -381,6 +385,8 @@ def nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_reserved")
 class TestLengthsArePredictedFromTokenIds:
+    """Where vLLM runs without the tokenizer."""
+
     @BOTH
     def test_requests_that_will_be_short_go_first_without_a_hint(self, asynchronous: bool) -> None:
         assert order_of_starts(taught(asynchronous=asynchronous)) == SHORT_FIRST
@@ -397,16 +403,26 @@ class TestLengthsArePredictedFromTokenIds:
         assert order_of_starts(server) == AS_THEY_CAME
 
     @pytest.mark.parametrize(
-        ("setting", "said"), [("on", "predicted from prompts"), ("off", "not predicted")]
+        ("setting", "tokenizer", "said"),
+        [
+            ("on", False, "predicted from the token ids of prompts"),
+            ("on", True, "predicted from the words of prompts"),
+            ("off", True, "not predicted"),
+        ],
     )
-    def test_the_log_says_whether_they_are(
-        self, setting: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    def test_the_log_says_whether_they_are_and_from_what(
+        self,
+        setting: str,
+        tokenizer: bool,
+        said: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setenv("LAPS_SD_PREDICT_LENGTHS", setting)
         logger = logging.getLogger("vllm.laps_sd")
         logger.addHandler(caplog.handler)
         with caplog.at_level("INFO", logger.name):
-            laps()
+            laps(tokenizer=tokenizer)
         logger.removeHandler(caplog.handler)
 
         assert f"lengths are {said}," in caplog.text
@@ -457,6 +473,76 @@ class TestLengthsArePredictedFromTokenIds:
 
         assert while_it_runs == [own]
         assert kept_facts(features) == []
+
+
+QUESTION = "Answer in one word: is water wet?"
+ESSAY = "Write a long and detailed essay about the history of Rome."
+
+
+def words(text: str) -> Job:
+    """Return a request with this prompt; what it brings forth is of equal length for all of them."""
+    ids = tuple(PAIR(text, add_special_tokens=False).input_ids)
+    return Job(0, len(ids), 20, words=ids)
+
+
+def texts_as_they_start(server: Server) -> list[str]:
+    """Return the texts of prompts in the order in which they start; the one that promises a long output arrives first."""
+    texts = {server.add(words(text)): text for text in (ESSAY, QUESTION)}
+    started: dict[str, None] = {}
+    while server.busy:
+        server.step()
+        started |= {name: None for name in texts if server.emitted[name]}
+    return [texts[name] for name in started]
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+class TestLengthsArePredictedFromWords:
+    """Where vLLM has the tokenizer, which it has by default."""
+
+    @BOTH
+    def test_from_the_first_request_on(self, asynchronous: bool) -> None:
+        server = laps(slots=1, residents=8, tokenizer=True, asynchronous=asynchronous)
+        assert texts_as_they_start(server) == [QUESTION, ESSAY]
+
+    def test_token_ids_say_nothing_before_any_request_has_ended(self) -> None:
+        """So the order above comes from the start weights."""
+        assert texts_as_they_start(laps(slots=1, residents=8)) == [ESSAY, QUESTION]
+
+    def test_only_a_limit_that_the_client_set_counts(self) -> None:
+        server = laps(tokenizer=True)
+        unlimited, limited = (
+            server.scheduler._length_features(server.scheduler.requests[server.add(words(QUESTION), **sampling)])
+            for sampling in ({}, {"max_tokens": 9})
+        )  # fmt: skip
+
+        assert unlimited == packed(FeatureHash().features_of(QUESTION))
+        assert limited == packed(FeatureHash().features_of(QUESTION, ["most 4"]))
+
+    def test_a_prompt_that_the_tokenizer_fails_over_runs_without_a_prediction(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = laps(tokenizer=True)
+        features = server.scheduler._features
+        assert isinstance(features, PromptWords)
+        monkeypatch.setattr(features, "_text", Mock(side_effect=OverflowError("out of range")))
+        name = server.add(words(QUESTION))
+
+        assert server.scheduler._length_features(server.scheduler.requests[name]) == b""
+        while server.busy:
+            server.step()
+        assert name in server.ended
+
+    def test_what_was_learnt_survives_a_restart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LAPS_SD_LEARNT_FILE", str(tmp_path / "learnt.json"))
+        server = laps(tokenizer=True)
+        for _ in range(20):
+            serve(server, words(QUESTION))
+        server.scheduler.shutdown()
+
+        assert laps(tokenizer=True).scheduler.one_worker.core.priors.prompts.learned == 20
+        assert laps().scheduler.one_worker.core.priors.prompts.learned == 0
 
 
 def kept_facts(features: bytes) -> list[str]:

@@ -87,9 +87,13 @@ def config_of(
     policy: str = "fcfs",
     budget: int = 512,
     block_size: int = BLOCK,
+    tokenizer: bool = False,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     model = ModelConfig(
-        model=str(DEMO / "target"), dtype="float32", max_model_len=MODEL_LENGTH, skip_tokenizer_init=True
+        model=str(DEMO / "target"),
+        dtype="float32",
+        max_model_len=MODEL_LENGTH,
+        skip_tokenizer_init=not tokenizer,
     )
     parallel = ParallelConfig()
     speculative = SpeculativeConfig(
@@ -138,6 +142,7 @@ class Server:
         asynchronous: bool = False,
         policy: str = "fcfs",
         seed: int = 1,
+        tokenizer: bool = False,
     ) -> None:
         config, kv = config_of(
             slots=slots,
@@ -145,6 +150,7 @@ class Server:
             blocks=blocks,
             asynchronous=asynchronous,
             policy=policy,
+            tokenizer=tokenizer,
         )
         cls = cls or (AsyncScheduler if asynchronous else Scheduler)
         init_none_hash(sha256)

@@ -1,0 +1,225 @@
+"""What the scheduler inside vLLM reads of a prompt: the words of its last message. Needs no vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from laps_sd.contract.length_features import FeatureHash, packed, unpacked
+from laps_vllm.prompt_features import READ_TOKENS, PromptTokens, PromptWords, last_message, special_ids
+from worker_svc.demo import TARGET_DIR
+
+TEMPLATES = {
+    "ChatML": (
+        ("<|im_start|>", "<|im_end|>"),
+        """
+        {% for m in messages %} <|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}
+        <|im_start|> assistant
+        """,
+    ),
+    "Llama 3": (
+        ("<begin>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        """
+        <begin> {% for m in messages %}
+        <|start_header_id|> {{ m.role }} <|end_header_id|> {{ m.content }} <|eot_id|>
+        {% endfor %}
+        <|start_header_id|> assistant <|end_header_id|> newline
+        """,
+    ),
+    "Mistral": (
+        ("<begin>", "<end>", "[INST]", "[/INST]"),
+        """
+        <begin> {% for m in messages %}
+        {% if m.role == 'assistant' %} {{ m.content }} <end> {% else %} [INST] {{ m.content }} [/INST] {% endif %}
+        {% endfor %}
+        """,
+    ),
+    "Gemma": (
+        ("<begin>", "<start_of_turn>", "<end_of_turn>"),
+        """
+        <begin> {% for m in messages %} <start_of_turn> {{ m.role }} {{ m.content }} <end_of_turn> {% endfor %}
+        <start_of_turn> model
+        """,
+    ),
+    "Harmony": (
+        ("<|start|>", "<|message|>", "<|end|>"),
+        """
+        {% for m in messages %} <|start|> {{ m.role }} <|message|> {{ m.content }} <|end|> {% endfor %}
+        <|start|> assistant
+        """,
+    ),
+}
+"""Chat templates in the form of these models', with a space around everything, and their special tokens."""
+NAMES = ("system", "user", "assistant", "model", "newline")
+WORDS = (
+    "be",
+    "brief",
+    "how",
+    "are",
+    "you",
+    "fine",
+    "and",
+    "hi",
+    "tell",
+    "me",
+    "a",
+    "story",
+    "about",
+    "foxes",
+)
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "how are you"},
+    {"role": "assistant", "content": "fine and you"},
+    {"role": "user", "content": "tell me a story about foxes"},
+]
+
+
+def tokenizer_for(special: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are words; only some of its special tokens have a role of their own."""
+    vocabulary = {word: number for number, word in enumerate((*special, *NAMES, *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1])
+
+
+def prompt(kind: str, messages: list[dict[str, str]]) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    special, template = TEMPLATES[kind]
+    tokenizer = tokenizer_for(special)
+    tokenizer.chat_template = template
+    return tokenizer, tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
+def message_in(tokenizer: Any, ids: list[int]) -> str:
+    words = PromptWords(tokenizer)
+    found = last_message(ids, frozenset(special_ids(tokenizer)), words._text)
+    return str(tokenizer.decode(ids[found.begin : found.end]))
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+class TestTheLastMessageOfAChat:
+    def test_is_found_by_the_special_tokens_around_it(self, kind: str) -> None:
+        tokenizer, ids = prompt(kind, CHAT)
+        assert message_in(tokenizer, ids).removeprefix("user ") == "tell me a story about foxes"
+
+    def test_of_one_word_too(self, kind: str) -> None:
+        tokenizer, ids = prompt(kind, [*CHAT[:3], {"role": "user", "content": "hi"}])
+        assert message_in(tokenizer, ids).removeprefix("user ") == "hi"
+
+    def test_alone_too(self, kind: str) -> None:
+        tokenizer, ids = prompt(kind, CHAT[3:])
+        assert message_in(tokenizer, ids).removeprefix("user ") == "tell me a story about foxes"
+
+    def test_instructions_before_it_are_one_mark(self, kind: str) -> None:
+        read = {}
+        for first in ("be brief", "be fine", "be brief and fine"):
+            tokenizer, ids = prompt(kind, [{"role": "system", "content": first}, CHAT[3]])
+            read[first] = set(unpacked(PromptWords(tokenizer).features_of(ids, None, False)))
+        common = set.intersection(*read.values())
+        assert [len(found - common) for found in read.values()] == [1, 1, 1]
+
+
+class TestOtherPrompts:
+    @pytest.mark.parametrize("begin", [[], ["<begin>"]])
+    def test_a_text_is_one_message(self, begin: list[str]) -> None:
+        tokenizer = tokenizer_for(("<begin>", "<end>"))
+        ids = tokenizer.convert_tokens_to_ids([*begin, "tell", "me", "a", "story"])
+        assert message_in(tokenizer, ids) == "tell me a story"
+
+    def test_special_tokens_alone_have_no_words(self) -> None:
+        tokenizer = tokenizer_for(("<begin>", "<end>"))
+        for count in (1, 2, 9):
+            features = unpacked(PromptWords(tokenizer).features_of([0] * count, None, False))
+            assert len(features) <= 2  # marks
+
+    def test_ids_that_the_tokenizer_does_not_have_are_left_out(self) -> None:
+        words = PromptWords(AutoTokenizer.from_pretrained(TARGET_DIR))
+        assert words.features_of([1, 70_000], None, False) == words.features_of([1], None, False)
+
+
+class TestWords:
+    def words(self) -> tuple[PromptWords, Any]:
+        tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+        return PromptWords(tokenizer), tokenizer
+
+    def test_are_those_that_a_gateway_sends(self) -> None:
+        """So the start weights serve here too."""
+        words, tokenizer = self.words()
+        text = "Count from 3 to 12 in steps of 3:\nplease"
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert words.features_of(ids, None, False) == packed(FeatureHash().features_of(text))
+
+    def test_of_a_long_message_are_those_at_its_two_ends(self) -> None:
+        words, tokenizer = self.words()
+        middle = tokenizer("filler\n" * 40_000, add_special_tokens=False).input_ids
+        first = tokenizer("Summarise this for me. " * 40, add_special_tokens=False).input_ids
+        last = tokenizer(" What happened at the end?" * 40, add_special_tokens=False).input_ids
+        assert min(len(first), len(last)) > READ_TOKENS
+
+        read = unpacked(words.features_of([*first, *middle, *last], None, False))
+        assert read == unpacked(words.features_of([*first, *middle[:100], *last], None, False))
+
+    def test_line_breaks_in_the_middle_of_a_long_message_count_as_those_at_its_ends(self) -> None:
+        words, tokenizer = self.words()
+        lines = tokenizer("one line\n" * 4000, add_special_tokens=False).input_ids
+        assert set(FeatureHash().features_of_lines(33)) <= set(
+            unpacked(words.features_of(lines, None, False))
+        )
+
+    def test_a_limit_and_a_format_are_marks(self) -> None:
+        words, tokenizer = self.words()
+        ids = tokenizer("One day", add_special_tokens=False).input_ids
+        plain = set(unpacked(words.features_of(ids, None, False)))
+        short, shorter, longer = (
+            set(unpacked(words.features_of(ids, limit, False))) for limit in (20, 17, 900)
+        )
+        formatted = set(unpacked(words.features_of(ids, None, True)))
+
+        assert len(short - plain) == len(longer - plain) == len(formatted - plain) == 1
+        assert short == shorter != longer
+
+    def test_what_follows_the_message_is_a_mark(self) -> None:
+        """Some templates put an empty thought there, and the answer is shorter by far."""
+        special, template = TEMPLATES["ChatML"]
+        tokenizer = tokenizer_for(special)
+        read = []
+        for thought in ("", " be brief"):
+            tokenizer.chat_template = template + thought
+            ids = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+            read.append(set(unpacked(PromptWords(tokenizer).features_of(ids, None, False))))
+        assert len(read[0] ^ read[1]) == 2
+
+    def test_predictions_begin_with_the_start_weights(self) -> None:
+        words, tokenizer = self.words()
+        short, long = (
+            words.features_of(tokenizer(text, add_special_tokens=False).input_ids, None, False)
+            for text in ("Answer in one word: what is the capital of France?", "Write a long essay about the history of Rome.")
+        )  # fmt: skip
+        predictor = words.predictor()
+        first, second = predictor.predict(short, "", ""), predictor.predict(long, "", "")
+
+        assert first is not None
+        assert second is not None
+        assert first < second
+
+    def test_a_key_gives_them_other_numbers_and_the_same_predictions(self) -> None:
+        words, tokenizer = self.words()
+        ids = tokenizer("Write a story about a fox", add_special_tokens=False).input_ids
+        keyed = PromptWords(tokenizer, "a secret")
+        plain_features, features = (each.features_of(ids, None, False) for each in (words, keyed))
+
+        assert len(set(unpacked(features)) & set(unpacked(plain_features))) < 3
+        predicted = words.predictor().predict(plain_features, "", "")
+        assert keyed.predictor().predict(features, "", "") == pytest.approx(predicted)
+        assert not words.predictor().restore(keyed.predictor().to_dict())
+
+    def test_what_was_learnt_of_token_ids_is_not_used(self) -> None:
+        learnt = PromptTokens(1024).predictor()
+        words, _ = self.words()
+        assert not words.predictor().restore(learnt.to_dict())
+        assert words.predictor().restore(words.predictor().to_dict())
+        assert not PromptTokens(1024).predictor().restore(PromptTokens(1025).predictor().to_dict())
