@@ -165,6 +165,7 @@ def _on_shape(
         "kind": part,
         "folder": str(folder),
         "shape": options.shape,
+        "words": answers.words,
         "slots": options.shape_slots,
         "residents": options.shape_residents,
         "tokens": options.shape_tokens,

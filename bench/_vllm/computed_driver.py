@@ -24,6 +24,7 @@ from bench._vllm.shape_driver import (
     shape_request,
     take_outputs,
     write_config,
+    write_tokenizer,
 )
 
 BLOCK = 16
@@ -71,9 +72,10 @@ class ComputedRuns:
         model = Path(setup["folder"]) / f"shape-{setup['shape']}"
         shape = PAIRS[setup["shape"]][0]
         write_config(shape, model, dtype="bfloat16", max_length=setup["max_length"])
+        write_tokenizer(setup["words"], model)
         config = EngineArgs(
             model=str(model),
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not setup["words"],
             dtype="bfloat16",
             max_model_len=setup["max_length"],
             max_num_seqs=self._residents,

@@ -51,7 +51,6 @@ class Engine:
         self._ends, self._tokens = setup["ends"], setup["tokens"]
         self._config = EngineArgs(
             model=setup["target"],
-            skip_tokenizer_init=True,
             dtype=dtype_of(setup["dtype"]),
             max_model_len=setup["max_length"],
             max_num_seqs=self._residents,

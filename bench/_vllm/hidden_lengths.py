@@ -10,7 +10,6 @@ import gzip
 import json
 import random
 import re
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ DRAWN = {"chat": (120, 0.8), "code": (240, 0.7), "short": (20, 0.6), "story": (3
 """Median and σ of lognormal lengths, where none are recorded."""
 DRAWN_COUNT = 4000
 PROMPT_MEDIAN, PROMPT_SIGMA = 100, 1.0
-_WORD = re.compile(r"\w+|[^\w\s]")
+_WORD = re.compile(r"\w+|[^\w\s]|\n")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,11 @@ class Answer:
 class Answers:
     """Answers of each kind, from which runs take equal parts."""
 
-    def __init__(self, by_kind: Mapping[str, Sequence[Answer]]) -> None:
+    def __init__(
+        self, by_kind: Mapping[str, Sequence[Answer]], words: Mapping[str, int] | None = None
+    ) -> None:
+        self.words = dict(words or {})
+        """The token id of each word of the prompts: what a tokenizer needs. Empty where prompts have no words."""
         self._learning: dict[str, list[Answer]] = {}
         self._runs: dict[str, list[Answer]] = {}
         for kind in sorted(by_kind):
@@ -71,14 +74,15 @@ def recorded_answers(file: Path, *, vocab: int, most_prompt: int) -> Answers:
     """Return the answers of a file of rows `{source, model, prompt, output_tokens}`, JSON lines, gzip or plain.
 
     Of each source those of one model count: the one with the most answers, and of several the last by name.
-    A token of a prompt is a word or a sign, since no tokenizer belongs to weights at random. Raises ValueError
-    or OSError for a file that is none.
+    A token of a prompt is a word, a sign or a line break, since no tokenizer belongs to weights at random. Raises
+    ValueError or OSError for a file that is none.
     """
     by_model: dict[tuple[str, str], list[Answer]] = defaultdict(list)
+    words: dict[str, int] = {}
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
         for line in lines:
             row = json.loads(line)
-            ids = token_ids(row["prompt"], vocab)[:most_prompt]
+            ids = token_ids(row["prompt"], vocab, words)[:most_prompt]
             if ids and row["output_tokens"] > 0:
                 by_model[row["source"], row["model"]].append(Answer(ids, row["source"], row["output_tokens"]))
     counts = Counter({name: len(found) for name, found in by_model.items()})
@@ -88,7 +92,7 @@ def recorded_answers(file: Path, *, vocab: int, most_prompt: int) -> Answers:
     }
     if not chosen:
         raise ValueError(f"{file} has no answers")
-    return Answers({source: by_model[source, model] for source, model in chosen.items()})
+    return Answers({source: by_model[source, model] for source, model in chosen.items()}, words)
 
 
 def drawn_answers(*, vocab: int, most_prompt: int) -> Answers:
@@ -105,9 +109,11 @@ def drawn_answers(*, vocab: int, most_prompt: int) -> Answers:
     return Answers(by_kind)
 
 
-def token_ids(text: str, vocab: int) -> list[int]:
-    """Return an id for each word and sign of a text; equal words have equal ids."""
-    return [FIRST_TOKEN + zlib.crc32(word.encode()) % (vocab - FIRST_TOKEN) for word in _WORD.findall(text)]
+def token_ids(text: str, vocab: int, words: dict[str, int]) -> list[int]:
+    """Return an id for each word, sign and line break of a text, and add new ones to `words`. Those that find no place
+    in the vocabulary have the last id in common.
+    """
+    return [words.setdefault(word, min(FIRST_TOKEN + len(words), vocab - 1)) for word in _WORD.findall(text)]
 
 
 def workload_of(answers: Sequence[Answer], seed: int) -> Workload:

@@ -25,7 +25,7 @@ class Mode:
     lengths: str = ""
     """Lengths that it receives: guessed, true, or none."""
     predicts: bool = True
-    """LAPS-SD predicts lengths from the token ids of prompts."""
+    """LAPS-SD predicts lengths from the words of prompts."""
     learnt: bool = False
     """It starts with what it has learnt from an earlier burst."""
 

@@ -150,10 +150,11 @@ class ShapeRuns:
         dtype = dtype_of(setup["dtype"])
         model = Path(setup["folder"]) / f"shape-{setup['shape']}"
         write_config(PAIRS[setup["shape"]][0], model, dtype=dtype, max_length=setup["max_length"])
+        write_tokenizer(setup["words"], model)
         arguments: dict[str, Any] = {
             "model": str(model),
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not setup["words"],
             "dtype": dtype,
             "max_model_len": setup["max_length"],
             "max_num_seqs": self._residents,
@@ -373,7 +374,7 @@ def end_at_lengths(requests: Mapping[str, Any], model_output: Any, length_of: Ma
 
 
 def write_config(shape: Shape, place: Path, *, dtype: str, max_length: int) -> None:
-    """Write the directory of a model of this shape, without weights and without a tokenizer."""
+    """Write the directory of a model of this shape, without weights."""
     place.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -396,3 +397,21 @@ def write_config(shape: Shape, place: Path, *, dtype: str, max_length: int) -> N
         "eos_token_id": END_TOKEN,
     }
     (place / "config.json").write_text(json.dumps(config))
+
+
+def write_tokenizer(words: Mapping[str, int], place: Path) -> None:
+    """Write a tokenizer whose tokens are these words, so that a scheduler can read them; none without words."""
+    if not words:
+        return
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    named = {"<unk>": 0, "<begin>": 1, "<end>": END_TOKEN}
+    tokenizer = Tokenizer(models.WordLevel(named | dict(words), unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(named))
+    tokenizer.save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
+        )
+    )

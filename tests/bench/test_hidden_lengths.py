@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from bench._vllm.hidden_lengths import Answers, drawn_answers, recorded_answers, token_ids
-from bench._vllm.shape_driver import END_TOKEN, OTHER_TOKEN, end_at_lengths
+from bench._vllm.shape_driver import END_TOKEN, OTHER_TOKEN, end_at_lengths, write_tokenizer
 
 
 @pytest.fixture
@@ -51,12 +52,37 @@ def test_runs_and_what_is_learnt_beforehand_have_nothing_in_common(recorded: Pat
     assert names(answers.run(0, 20)) == first
 
 
-def test_a_token_is_a_word_or_a_sign_and_in_the_vocabulary() -> None:
-    ids = token_ids("Is it? It is it.", 100)
+def test_a_token_is_a_word_a_sign_or_a_line_break() -> None:
+    words: dict[str, int] = {}
+    ids = token_ids("Is it?\nIt is it.", 100, words)
 
-    assert len(ids) == 7
-    assert ids[1] == ids[5]
-    assert all(3 <= one < 100 for one in ids)
+    assert [word for one in ids for word, number in words.items() if number == one] == [
+        *("Is", "it", "?", "\n", "It", "is", "it", ".")
+    ]
+    assert token_ids("is it", 100, words) == [ids[5], ids[1]]
+
+
+def test_words_that_find_no_place_in_the_vocabulary_share_the_last_token() -> None:
+    ids = token_ids(" ".join(f"w{number}" for number in range(200)), 100, {})
+
+    assert ids[:96] == list(range(3, 99))
+    assert set(ids[96:]) == {99}
+
+
+def test_a_scheduler_can_read_the_words(recorded: Path, tmp_path: Path) -> None:
+    answers = recorded_answers(recorded, vocab=1000, most_prompt=64)
+    write_tokenizer(answers.words, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    read = {tokenizer.decode(each.ids) for each in answers.run(0, 20) if each.kind == "math"}
+
+    assert {text.rsplit(" ", 1)[0] for text in read} == {"math question"}
+    assert len(read) == 10
+
+
+def test_prompts_at_random_have_no_words(tmp_path: Path) -> None:
+    write_tokenizer(drawn_answers(vocab=500, most_prompt=64).words, tmp_path)
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_drawn_lengths_differ_by_kind_and_prompts_tell_nothing() -> None:

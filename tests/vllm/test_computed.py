@@ -39,6 +39,7 @@ def rows_of(folder: Path, *, ahead: bool = True, **times: float) -> dict[str, di
     setup = {
         "folder": str(folder),
         "shape": "tiny-64",
+        "words": {},
         "slots": SLOTS,
         "residents": 4 * SLOTS,
         "tokens": TOKENS,

@@ -40,6 +40,7 @@ def test_every_mode_serves_all_requests_to_their_lengths(
         {
             "folder": str(tmp_path),
             "shape": "tiny-64",
+            "words": {},
             "slots": 4,
             "residents": 16,
             "tokens": 40,
