@@ -481,6 +481,8 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
         row("LAPS-SD, class", 4.5, setting="burst of 400", requests=400),
         row("vLLM, fcfs", 8.0, setting="burst of 400", measured="shape before"),
         row("LAPS-SD, class", 5.2, setting="burst of 400", measured="shape before"),
+        row("vLLM, fcfs", 4.0, setting="load 1.2", measured="one kind"),
+        row("LAPS-SD, class", 5.0, setting="load 1.2", measured="one kind"),
         row("vLLM, fcfs", 2.0, measured="quick start"),
         row("LAPS-SD, class", 2.5, measured="quick start"),
         worker | {"mode": "vLLM alone", "same_texts": 100},
@@ -488,7 +490,7 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
         {"measured": "tests", "what": "one.py", "dtype": "bfloat16", "invariant": True, "passed": 8, "skipped": 1, "failed": 0},
     ]  # fmt: skip
     on = {"shape": "8b", "dtype": "bfloat16", "compilation": "NONE", "cuda_graphs": "FULL_DECODE_ONLY", "slots": 64, "residents": 256, "budget": 4096}  # fmt: skip
-    about = {"command": "laps-sd bench vllm", "date": "2026-01-02", "machine": "One GPU.", "vllm": "0.32.0", "shape": on | {"compilation": "VLLM_COMPILE", "slots": 32}, "quick_start": on, "quick_start_command": "laps-sd bench vllm --shape-quick-start", "before_command": "laps-sd bench vllm", "before_date": "2026-01-01"}  # fmt: skip
+    about = {"command": "laps-sd bench vllm", "date": "2026-01-02", "machine": "One GPU.", "vllm": "0.32.0", "shape": on | {"compilation": "VLLM_COMPILE", "slots": 32}, "quick_start": on, "quick_start_command": "laps-sd bench vllm --shape-quick-start", "before_command": "laps-sd bench vllm", "before_date": "2026-01-01", "one_kind_command": "laps-sd bench vllm"}  # fmt: skip
     fit = {"computed": "fit", "decode_ms": 6.8, "mixed_ms": 20, "p99": 6.1, "mixed_steps": 100, "decode_steps": 900}  # fmt: skip
     cell = {"computed": "cell", "setting": "burst of 400, 32 places, fast"}
     computed = [
@@ -511,6 +513,7 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
         "| LAPS-SD, class | 4.50 | **0.60** | 0.65 | **0.50** ±0 % | 13.5 | 0.60 | 0.50 | 8.00 | 1,000 | 300 | 10.6 | 7.0 | 0.50 |"
         in text
     )
+    assert "| load 1.2 | LAPS-SD, class | 5.00 | 1.25 |" in text
     assert "a lighter burst without torch.compile, in which no order had a shorter mean than FCFS" in text
     assert "| LAPS-SD, class | 2.50 |" in text
     # (5.0 - 0.5) ms in each of 1,000 steps, of which 900 take 2.5.
