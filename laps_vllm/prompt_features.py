@@ -33,6 +33,8 @@ ROLES = frozenset({"", "assistant", "model", "user", "system", "tool", "ipython"
 """What stands alone between two special tokens of chat templates, and is no message."""
 _ROLE_TOKENS = 4
 """Most tokens of such a name with what surrounds it."""
+MOST_NAMES = 64
+"""So many of them are looked at. A prompt that ends in more has no message."""
 
 
 class Tokenizer(Protocol):
@@ -137,14 +139,19 @@ def last_message(ids: Sequence[int], special: Collection[int], text_of: _TextOf)
     places = [place for place, token in enumerate(ids) if token in special]
     end = len(ids)
     generation_prompt = Span(places[-1] + 1 if places else 0, end)
+    looked_at = 0
     for place in reversed(places):
-        found = Span(place + 1, end)
+        begin = place + 1
+        # An image or a video is thousands of special tokens, with nothing between them.
+        if begin < end < len(ids):
+            if not _is_role(ids[begin:end], text_of):
+                return Span(begin, end)
+            looked_at += 1
+            if looked_at == MOST_NAMES:
+                return generation_prompt
         end = place
-        if found != generation_prompt and not _is_role(ids[found.begin : found.end], text_of):
-            return found
-    found = Span(0, end)
-    if places and not _is_role(ids[:end], text_of):
-        return found
+    if places and end and not _is_role(ids[:end], text_of):
+        return Span(0, end)
     return generation_prompt
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +88,19 @@ def tokenizer_for(special: tuple[str, ...]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[-1])
 
 
+class CountingTokenizer:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.decoded = 0
+        self._tokenizer = tokenizer
+        self.all_special_ids = list(tokenizer.added_tokens_decoder)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        self.decoded += 1
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
 def prompt(kind: str, messages: list[dict[str, str]]) -> tuple[PreTrainedTokenizerFast, list[int]]:
     special, template = TEMPLATES[kind]
     tokenizer = tokenizer_for(special)
@@ -139,6 +153,24 @@ class TestOtherPrompts:
     def test_ids_that_the_tokenizer_does_not_have_are_left_out(self) -> None:
         words = PromptWords(AutoTokenizer.from_pretrained(TARGET_DIR))
         assert words.features_of([1, 70_000], None, False) == words.features_of([1], None, False)
+
+    @pytest.mark.parametrize("begin", [["tell", "me"], []])
+    def test_placeholders_of_a_video_are_not_decoded(self, begin: list[str]) -> None:
+        """They are special tokens, tens of thousands of them, and the engine waits meanwhile."""
+        tokenizer = tokenizer_for(("<begin>", "<pad>", "<end>"))
+        counting = CountingTokenizer(tokenizer)
+        ids = tokenizer.convert_tokens_to_ids([*begin, *["<pad>"] * 2000, "<end>", "<begin>", "model"])
+        features = unpacked(PromptWords(counting).features_of(ids, None, False))
+
+        assert counting.decoded <= 4
+        assert bool(begin) == (set(FeatureHash().features_of("tell me")) <= set(features))
+
+    def test_names_of_roles_are_decoded_64_times_at_most(self) -> None:
+        tokenizer = tokenizer_for(("<begin>", "<end>"))
+        counting = CountingTokenizer(tokenizer)
+        ids = tokenizer.convert_tokens_to_ids(["<begin>", "model"] * 2000)
+        PromptWords(counting).features_of(ids, None, False)
+        assert counting.decoded <= 65
 
 
 class TestWords:
