@@ -23,22 +23,42 @@ __all__ = [
     "Span",
     "last_message",
     "special_ids",
+    "text_end_ids",
 ]
 
 READ_TOKENS = 160
 """Tokens that are decoded at each end of a message: enough for the words that count."""
 MARK_TOKENS = 48
 """Tokens at the begin of a prompt that name its instructions, and at its end, its generation prompt."""
-ROLES = frozenset({"", "assistant", "model", "user", "system", "tool", "ipython"})
+ROLES = frozenset(
+    {
+        "",
+        "assistant",
+        "model",
+        "user",
+        "system",
+        "developer",
+        "tool",
+        "ipython",
+        "analysis",
+        "commentary",
+        "final",
+    }
+)
 """What stands alone between two special tokens of chat templates, and is no message."""
+ANSWER_ROLES = ("assistant", "model")
+_AROUND_ROLES = "<|｜>[]/# \n"
+"""What stands around a role that is written without special tokens, or in an added token."""
 _ROLE_TOKENS = 4
 """Most tokens of such a name with what surrounds it."""
+_ANSWER_TOKENS = 16
+"""Tokens in which the role of the answer is looked for."""
 MOST_NAMES = 64
 """So many of them are looked at. A prompt that ends in more has no message."""
 
 
 class Tokenizer(Protocol):
-    """What is used of vLLM's tokenizers."""
+    """What is used of vLLM's tokenizers; of most, their added tokens and the ends of their texts too."""
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -95,6 +115,7 @@ class PromptWords:
     def __init__(self, tokenizer: Tokenizer, key: str = "") -> None:
         self._tokenizer, self._key = tokenizer, key
         self._special = frozenset(special_ids(tokenizer))
+        self._text_ends = frozenset(text_end_ids(tokenizer))
         self._hash = FeatureHash(key)
 
     def predictor(self) -> PromptLengths:
@@ -103,7 +124,7 @@ class PromptWords:
 
     def features_of(self, ids: Sequence[int], limit: int | None, formatted: bool) -> bytes:
         """Return the hashed words of the last message and the marks of the rest."""
-        message = last_message(ids, self._special, self._text)
+        message = last_message(ids, self._special, self._text_ends, self._text)
         size = message.end - message.begin
         if size <= 2 * READ_TOKENS:
             text = self._text(ids[message.begin : message.end])
@@ -123,22 +144,37 @@ class PromptWords:
 
 def special_ids(tokenizer: Tokenizer) -> Iterator[int]:
     """Yield the ids of all special tokens. In the tokenizers of transformers `all_special_ids` are only those that have
-    a role of their own, such as the end of the text.
+    a role of their own, such as the end of the text. Added tokens that name a role count too (DeepSeek's are not special).
     """
     yield from tokenizer.all_special_ids
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        if token.special:
+        role = token.content.strip(_AROUND_ROLES).lower()
+        if token.special or (role and role in ROLES):
             yield token_id
 
 
-def last_message(ids: Sequence[int], special: Collection[int], text_of: _TextOf) -> Span:
+def text_end_ids(tokenizer: Tokenizer) -> Iterator[int]:
+    """Yield the ids of the tokens that begin and end a whole text."""
+    for name in ("bos_token_id", "eos_token_id"):
+        token_id = getattr(tokenizer, name, None)
+        if token_id is not None:
+            yield token_id
+
+
+def last_message(
+    ids: Sequence[int], special: Collection[int], text_ends: Collection[int], text_of: _TextOf
+) -> Span:
     """Return where the last message of a chat is in its prompt: chat templates put special tokens around messages
     and end with the generation prompt, which begins the answer. A prompt without special tokens, save at its
-    begin, is one message.
+    begin, is one message. Some templates write roles as text, and end each answer by one of `text_ends`: what
+    follows the last of them is the message.
     """
     places = [place for place, token in enumerate(ids) if token in special]
     end = len(ids)
     generation_prompt = Span(places[-1] + 1 if places else 0, end)
+    first = ids[generation_prompt.begin : generation_prompt.begin + _ANSWER_TOKENS]
+    if places and ids[places[-1]] in text_ends and not _begins_answer(first, text_of):
+        return generation_prompt
     looked_at = 0
     for place in reversed(places):
         begin = place + 1
@@ -157,6 +193,11 @@ def last_message(ids: Sequence[int], special: Collection[int], text_of: _TextOf)
 
 def _is_role(ids: Sequence[int], text_of: _TextOf) -> bool:
     return len(ids) <= _ROLE_TOKENS and text_of(ids).strip().lower() in ROLES
+
+
+def _begins_answer(ids: Sequence[int], text_of: _TextOf) -> bool:
+    text = text_of(ids).strip(_AROUND_ROLES).lower()
+    return not text or text.startswith(ANSWER_ROLES)
 
 
 def _marks(ids: Sequence[int], message: Span, limit: int | None, formatted: bool) -> Iterator[str]:

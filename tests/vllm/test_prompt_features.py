@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from laps_sd.contract.length_features import FeatureHash, packed, unpacked
-from laps_vllm.prompt_features import READ_TOKENS, PromptTokens, PromptWords, last_message, special_ids
+from laps_vllm.prompt_features import (
+    READ_TOKENS,
+    PromptTokens,
+    PromptWords,
+    last_message,
+    special_ids,
+    text_end_ids,
+)
 from worker_svc.demo import TARGET_DIR
 
 TEMPLATES = {
@@ -110,7 +117,8 @@ def prompt(kind: str, messages: list[dict[str, str]]) -> tuple[PreTrainedTokeniz
 
 def message_in(tokenizer: Any, ids: list[int]) -> str:
     words = PromptWords(tokenizer)
-    found = last_message(ids, frozenset(special_ids(tokenizer)), words._text)
+    special, ends = frozenset(special_ids(tokenizer)), frozenset(text_end_ids(tokenizer))
+    found = last_message(ids, special, ends, words._text)
     return str(tokenizer.decode(ids[found.begin : found.end]))
 
 
@@ -135,6 +143,46 @@ class TestTheLastMessageOfAChat:
             read[first] = set(unpacked(PromptWords(tokenizer).features_of(ids, None, False)))
         common = set.intersection(*read.values())
         assert [len(found - common) for found in read.values()] == [1, 1, 1]
+
+
+class TestRolesThatAreNoSpecialTokens:
+    """The only special tokens of these templates begin a text and end an answer."""
+
+    def tokenizer(self, *added: str) -> PreTrainedTokenizerFast:
+        tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
+        tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+        return tokenizer
+
+    def message_in(self, text: str, *added: str) -> str:
+        tokenizer = self.tokenizer(*added)
+        return message_in(tokenizer, tokenizer(text, add_special_tokens=False).input_ids)
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ("<s>[INST] How are you? [/INST] Fine.</s>[INST] A story. [/INST]", "[INST] A story. [/INST]"),
+            ("<s>USER: How? ASSISTANT: So.</s>USER: A story. ASSISTANT:", "USER: A story. ASSISTANT:"),
+            ("### User:\nA story.</s>\n### Assistant:\n", "### User:\nA story."),
+            ("User: A story.</s>Assistant: Sure", "User: A story."),
+            ("A text.</s>Another text", "Another text"),
+            ("<s>A story.</s>", "A story."),
+        ],
+        ids=["Llama 2", "Vicuna", "headings", "begun answer", "two texts", "ended"],
+    )
+    def test_the_message_follows_the_end_of_the_last_answer(self, prompt: str, message: str) -> None:
+        assert self.message_in(prompt) == message
+
+    @pytest.mark.parametrize("thought", ["<think>\n", "</think>", ""])
+    @pytest.mark.parametrize("before", ["", "<｜User｜>How are you?<｜Assistant｜>Fine.</s>"])
+    def test_added_tokens_that_name_roles_are_around_it(self, before: str, thought: str) -> None:
+        """As in DeepSeek's chats."""
+        prompt = f"<s>Be brief.{before}<｜User｜>A story.<｜Assistant｜>{thought}"
+        assert self.message_in(prompt, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>") == "A story."
+
+    def test_other_added_tokens_are_text(self) -> None:
+        prompt = "<s>Is <table> better\n\nthan <list>?"
+        assert self.message_in(prompt, "<table>", "<list>", "\n\n") == prompt.removeprefix("<s>")
 
 
 class TestOtherPrompts:
