@@ -128,10 +128,14 @@ class PromptWords:
         size = message.end - message.begin
         if size <= 2 * READ_TOKENS:
             text = self._text(ids[message.begin : message.end])
+            if message.end < len(ids):
+                text = _content(text)
             breaks = text.count("\n")
         else:
             first = self._text(ids[message.begin : message.begin + READ_TOKENS])
             last = self._text(ids[message.end - READ_TOKENS : message.end])
+            if message.end < len(ids):
+                first, last = _content(first), last.rstrip()
             text = f"{first} {last}"
             # The middle is not decoded: its line breaks are as frequent as those at the ends.
             breaks = text.count("\n") * size // (2 * READ_TOKENS)
@@ -198,6 +202,14 @@ def _is_role(ids: Sequence[int], text_of: _TextOf) -> bool:
 def _begins_answer(ids: Sequence[int], text_of: _TextOf) -> bool:
     text = text_of(ids).strip(_AROUND_ROLES).lower()
     return not text or text.startswith(ANSWER_ROLES)
+
+
+def _content(text: str) -> str:
+    """Return a message without what its template puts around it: the name of its role in the line before, and blanks.
+    The start weights have not learned these.
+    """
+    role, line_break, rest = text.partition("\n")
+    return (rest if line_break and role.strip().lower() in ROLES else text).strip()
 
 
 def _marks(ids: Sequence[int], message: Span, limit: int | None, formatted: bool) -> Iterator[str]:

@@ -233,6 +233,26 @@ class TestWords:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert words.features_of(ids, None, False) == packed(FeatureHash().features_of(text))
 
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ("<begin>user\n", "<end>\n<begin>assistant\n"),
+            ("<begin>user<end>\n\n", "<end><begin>assistant<end>\n\n"),
+            ("<begin>", "\n<begin>"),
+        ],
+        ids=["ChatML", "Llama 3", "Phi 3"],
+    )
+    @pytest.mark.parametrize("text", ["Name a fox.", "user:\n\nname a fox", "A line.\n" * 200 + "Short."])
+    def test_are_those_of_the_message_alone(self, before: str, after: str, text: str) -> None:
+        """The role in a line of its own and the blanks around a message are the template's."""
+        _, tokenizer = self.words()
+        tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<begin>", "<end>"]})
+        ids = tokenizer(before + text + after, add_special_tokens=False).input_ids
+        read = set(unpacked(PromptWords(tokenizer).features_of(ids, None, False)))
+        alone = set(FeatureHash().features_of(text))
+        marks = 2
+        assert (len(read - alone), len(alone - read)) == (marks, 0)
+
     def test_of_a_long_message_are_those_at_its_two_ends(self) -> None:
         words, tokenizer = self.words()
         middle = tokenizer("filler\n" * 40_000, add_special_tokens=False).input_ids
