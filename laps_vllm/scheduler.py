@@ -148,7 +148,9 @@ class Laps(Pausing):
             metrics.ignored_hints.labels(metrics.engine, name).inc()
         self._sequence += 1
         # vLLM ends a request at the model's longest context, whatever its limit.
-        max_tokens = max(1, min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))
+        most = self.max_model_len - request.num_prompt_tokens
+        # The turns of a session have limits of their own, and the core ends a request at the limit that it knows.
+        max_tokens = max(1, most if request.resumable else min(request.max_tokens, most))
         self.one_worker.arrived(
             RequestFacts(
                 request_id=request.request_id,
@@ -334,7 +336,8 @@ def _step(row: Row) -> Step:
     return Step(
         request.request_id,
         position,
-        min(len(sampled), request.num_output_tokens - position),
+        # Where the next turn of a session has begun, the output is a part of the prompt already.
+        max(0, min(len(sampled), request.num_output_tokens - position)),
         drafted,
         row.accepted if drafted else 0,
         max(0, computed - drafted - 1) if sampled else computed,

@@ -255,6 +255,49 @@ class TestRequestsThatWaitWithKv:
         assert scheduler.running == [runs]
 
 
+class TestSessions:
+    """A request whose prompt goes on: at the end of a turn vLLM makes the output a part of the prompt."""
+
+    def session(self, server: Server, *, queued: bool) -> list[int]:
+        """Run a session of three turns with 4, 40 and 90 tokens; return the tokens of each reported step."""
+        scheduler, limits = server.scheduler, [4, 40, 90]
+        server.jobs["session"], server.emitted["session"] = Job(0, 16, 400), 0
+        reported: list[int] = []
+        report = scheduler.one_worker.report
+        scheduler.one_worker.report = lambda steps, *args, **kwargs: (
+            reported.extend(step.tokens for step in steps),
+            report(steps, *args, **kwargs),
+        )
+
+        def go_on() -> None:
+            params = SamplingParams(temperature=0, max_tokens=limits.pop(0))
+            scheduler.add_request(
+                Request("session", [*range(3, 19)], params, None, block_hasher=server.hasher, resumable=True)
+            )
+
+        go_on()
+        while queued and limits:
+            go_on()
+        for _ in range(200):
+            server.step()
+            server.check()
+            if scheduler.requests["session"].status is RequestStatus.WAITING_FOR_STREAMING_REQ and limits:
+                go_on()
+        return reported
+
+    @BOTH
+    @pytest.mark.parametrize("slots", [4, 32])
+    @pytest.mark.parametrize("queued", [False, True])
+    def test_every_turn_runs_to_its_own_limit(self, queued: bool, slots: int, asynchronous: bool) -> None:
+        server = laps(slots=slots, residents=64, asynchronous=asynchronous)
+        reported = self.session(server, queued=queued)
+
+        request = server.scheduler.requests["session"]
+        assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        assert request.num_output_tokens == 90
+        assert min(reported) >= 0
+
+
 class TestEveryRequestThatVllmTakesRuns:
     """However its pool is counted, vLLM has checked at its start that one request of the longest context fits."""
 
