@@ -70,7 +70,7 @@ class Scheduler:
         self._shard.worker_orders.cost_changed(*priors.cost.by_batch_s)
         self._ranker = Ranker(policy, priors)
         self._deaths = Deaths(self._shard)
-        self._requests = Requests(self._shard, self._ranker)
+        self._requests = Requests(self._shard, self._ranker, self._deaths)
         self._workers = Workers(self._shard, self._requests, self._deaths)
         self._learner = Learner(priors, self.estimate_errors, self._shard)
         self._rounds = Rounds(self._shard, self._ranker, self._requests, self._learner, self._deaths)

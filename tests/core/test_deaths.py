@@ -641,6 +641,26 @@ class TestAfterAChangeOfLeader:
         )
         assert shard.deaths("a") == [0]
 
+    def test_what_it_has_survived_is_not_taken_back_when_that_worker_dials_again(self) -> None:
+        """The record's answer may enter a request again during the term of a leader, too."""
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a"))
+        shard.round("w", "a")
+        shard.lost("w")
+        assert shard.deaths("a") == [1]
+        rounds = 1 + SURVIVED_ROUNDS
+        shard.step(
+            Recovered(request("a"), 9, rounds, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=1, death_round=1)
+        )
+        shard.up("other")
+        shard.emitted["a"] = 9
+        shard.round("other", "a")
+        shard.lost("other")
+        shard.up("w")
+
+        assert shard.deaths("a") == [1]
+
 
 class DeadlyCluster(Cluster):
     """Some requests kill each worker: in the round that runs them, or as soon as they are listed. Another

@@ -66,10 +66,14 @@ class Deaths:
         ran_alone = request.runs_alone
         request.deaths = deaths
         if not deaths:
-            for request_ids in self.died_with.values():
-                request_ids.pop(request.request_id, None)
+            self.forget(request)
         if ran_alone and not request.runs_alone:
             self._shard.shared_again(request)
+
+    def forget(self, request: Request) -> None:
+        """Take back no death of a request any more that it has had so far: they are not in its count."""
+        for request_ids in self.died_with.values():
+            request_ids.pop(request.request_id, None)
 
     def _isolate(self, request: Request, lost: Worker, ledger: Ledger) -> None:
         """Make a request run alone, after the death of a worker that it had just left: it waits for a worker

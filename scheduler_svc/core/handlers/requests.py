@@ -9,6 +9,7 @@ from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Finish
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import Recovered, RequestFacts
+from scheduler_svc.core.handlers.deaths import Deaths
 from scheduler_svc.core.placement.ledger import Ledger
 from scheduler_svc.core.policies.ranker import Ranker
 from scheduler_svc.core.state.request import Request
@@ -25,9 +26,10 @@ under `fcfs`, without any up to five times as long. At each round instead, 200 r
 class Requests:
     """Lets requests into the shard and out of it."""
 
-    def __init__(self, shard: Shard, ranker: Ranker) -> None:
+    def __init__(self, shard: Shard, ranker: Ranker, deaths: Deaths) -> None:
         self._shard = shard
         self._ranker = ranker
+        self._deaths = deaths
         self._to_refresh: Iterator[Request] = iter(())
         """Requests to be ranked again next, if they wait by then."""
 
@@ -62,8 +64,9 @@ class Requests:
             started=event.rounds > 0,
             guesses=self._guesses(event.facts),
         )
-        if request.has_survived:
+        if request.deaths and request.has_survived:
             request.deaths = 0
+            self._deaths.forget(request)
         request.record_event(event.facts.arrival_s, "arrived")
         reached = f"{event.emitted} tokens, {event.rounds} rounds, {event.preemptions} preemptions before"
         request.record_event(ledger.now_s, "recovered", f"from the record: {reached}")
