@@ -384,6 +384,23 @@ class TestTheRecord:
         asked = prompts(100, seed=2)
         assert log_error(again, asked) == pytest.approx(log_error(lengths, asked), rel=0.02)
 
+    @pytest.mark.parametrize("steps", [-300, -127, -126, -2, -1, 0, 1, 2, 126, 127, 300])
+    def test_a_weight_of_either_sign_comes_back_within_its_bounds(self, steps: int) -> None:
+        lengths = learned(prompts(100))
+        feature = 0x1234
+        lengths._fresh[feature] = steps / 48
+        lengths._variances[feature] = 0.5
+        again = PromptLengths()
+        again.restore(lengths.to_dict())
+        assert again._fresh[feature] == pytest.approx(min(max(-127, steps), 127) / 48)
+
+    @pytest.mark.parametrize("feature", [0x00FF, 0x0100, 0x7F00, FEATURES - 1])
+    def test_a_feature_is_read_of_both_of_its_bytes(self, feature: int) -> None:
+        lengths = PromptLengths()
+        for _ in range(int(LEARNED_ENOUGH)):
+            lengths.learn(packed([feature]), "", "", 500, cut=False)
+        assert [at for at in range(FEATURES) if lengths._fresh[at]] == [feature]
+
     def test_with_other_start_weights_or_another_format_it_begins_anew(self) -> None:
         kept = learned(prompts(400), started()).to_dict()
         for other in (kept | {"format": 99}, kept | {"start": "others"}):
