@@ -814,3 +814,48 @@ def test_the_mean_latency_of_laps_sd_is_below_fcfs_with_real_preemption() -> Non
     assert means["laps-sd"] < 0.6 * means["fcfs"]
     assert means["laps-sd"] < 1.1 * means["srpt-length"]
     assert paused["fcfs"] == 0 < paused["laps-sd"]
+
+
+class TestHowSlowAWorkerIs:
+    """Compared with the others, by the times of its rounds; placement takes notice of it in steps."""
+
+    def rounds(self, shard: Scheduler, worker_id: str, request_id: str, count: int, seconds: float) -> float:
+        """Report rounds of one token; return how slow placement takes the worker to be."""
+        for _ in range(count):
+            at = shard._shard.requests[request_id].emitted
+            epoch = shard._shard.requests[request_id].lease_epoch
+            progress = (did(request_id, at, 1, lease_epoch=epoch),)
+            shard.step(
+                1.0, [RoundReported(worker_id, progress, (), 0.0, seconds, 0.0, 0.0, 0.0, seconds, 900, 900)]
+            )
+        return shard._shard.workers[worker_id].slowness
+
+    def core(self) -> Scheduler:
+        shard = core()
+        for name in ("a", "b"):
+            shard.step(1.0, [WorkerUp(WorkerFacts(name, 1, 1000, 1000, 16, 4096, 5), ())])
+        shard.step(1.0, [Arrived(request("first")), Arrived(request("second", 1))])
+        return shard
+
+    def test_one_outlier_changes_nothing_and_many_slow_rounds_do(self) -> None:
+        shard = self.core()
+        at = {view.worker: name for name, view in shard._shard.requests.items()}
+        for _ in range(30):
+            for name in ("a", "b"):
+                assert self.rounds(shard, name, at[name], 1, 0.05) == 1.0
+
+        assert self.rounds(shard, "b", at["b"], 1, 5.0) == 1.0
+        slow = self.rounds(shard, "b", at["b"], 60, 0.10)
+        assert 1.3 < slow <= 2.0
+        assert shard._shard.workers["a"].slowness == 1.0
+
+    def test_it_moves_when_its_recent_rounds_differ_by_more_than_a_tenth(self) -> None:
+        shard = self.core()
+        at = {view.worker: name for name, view in shard._shard.requests.items()}
+        for _ in range(30):
+            for name in ("a", "b"):
+                self.rounds(shard, name, at[name], 1, 0.05)
+        worker = shard._shard.workers["b"]
+        for recent, expected in ((1.09, 1.0), (1.15, 1.15), (1.06, 1.15), (1.02, 1.02)):
+            worker.recent_slowness = recent
+            assert self.rounds(shard, "b", at["b"], 1, 0.05 * recent) == pytest.approx(expected, abs=0.01)
