@@ -91,7 +91,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--targets",
         action="append",
         metavar="SIGNAL:T,T,…",
-        help=f"run only the named signals ({', '.join(SIGNALS)}), with these targets",
+        help=f"run only the named signals ({', '.join(SIGNALS)}), with these targets; without load nothing is compared, and"
+        " the run does not fail",
     )
     parser.add_argument("--seeds", type=int, default=3, help="windows of the trace (default 3)")
     parser.add_argument("--requests", type=int, default=1200, help="of each window (default 1200)")
