@@ -81,6 +81,7 @@ _REQUEST_ATTRIBUTES = (
     "priority",
     "max_tokens",
     "lora_request",
+    "resumable",
 )
 _OUTPUT_FIELDS = (
     "scheduled_new_reqs",
