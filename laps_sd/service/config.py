@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import re
 import types
@@ -160,6 +161,8 @@ def _bound_problems(f: dataclasses.Field[Any], value: Any) -> Iterator[str]:
     measure = f" {unit(f)}" if unit(f) else ""
     if value != value:  # NaN passes every comparison
         yield f"{variable(f.name)} must be a number, got nan."
+    if maximum is None and value == math.inf:
+        yield f"{variable(f.name)} must be finite, got inf."
     if minimum is not None and value < minimum:
         yield f"{variable(f.name)} must be at least {minimum}{measure}, got {value}."
     if maximum is not None and value > maximum:

@@ -33,6 +33,7 @@ class Sample(Settings):
 
     lease_s: float = field(2.0, help="Lease.", minimum=0.1, maximum=60)
     slots: int = field(8, help="Slots.", minimum=1)
+    keep_s: float = field(5.0, help="Keep.", minimum=0.0)
     seeds: tuple[str, ...] = field(("127.0.0.1:50052",), help="Seeds.")
     style: Literal["json", "console"] = field("json", help="Style.")
     folder: Path | None = field(None, help="Folder.")
@@ -82,6 +83,8 @@ def test_text_becomes_the_type_of_the_field():
         ("LEASE_S", "-3", "LAPS_SD_LEASE_S must be at least 0.1 s, got -3.0."),
         ("LEASE_S", "61", "LAPS_SD_LEASE_S must be at most 60 s, got 61.0."),
         ("LEASE_S", "nan", "LAPS_SD_LEASE_S must be a number, got nan."),
+        ("LEASE_S", "inf", "LAPS_SD_LEASE_S must be at most 60 s, got inf."),
+        ("KEEP_S", "inf", "LAPS_SD_KEEP_S must be finite, got inf."),
         ("LEASE_S", "soon", "LAPS_SD_LEASE_S must be a number, got 'soon'."),
         ("SLOTS", "1.5", "LAPS_SD_SLOTS must be a whole number, got '1.5'."),
         ("STYLE", "xml", "LAPS_SD_STYLE must be one of json, console, got 'xml'."),
