@@ -102,6 +102,24 @@ async def test_log_probabilities_go_with_their_tokens_and_are_unknown_from_the_r
         assert list(delivery.logprobs) == [pb.TokenLogprobs(unknown=True)] * 2
 
 
+async def test_what_a_request_finds_of_its_own_does_not_count_as_cached(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    """A request that has lost its KV finds in the cache what it has computed itself."""
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        for position, cached in enumerate((1, 0, 3)):
+            report = gpu.report("r1", epoch, position, [10 + position], end=STOP if position == 2 else None)
+            report.progress[0].cached = cached
+            await gpu.send_reports(report)
+            await gpu.acknowledged(report.number)
+
+        _, end = await client.read("r1-client")
+
+        assert end.cached_prompt_tokens == 1, "of its 3 prompt tokens, before it first ran"
+
+
 async def test_an_acknowledged_report_is_on_the_record(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
