@@ -149,12 +149,13 @@ BLOCK_INDEX = gauge(
 def observe_turn(events: Iterable[Event]) -> tuple[int, int, int]:
     """Count what the workers reported. Returns the draft tokens, those accepted, and the output tokens."""
     gained: list[int] = []
-    drafted = accepted = rounds = 0
+    drafted = accepted = reports = rounds = 0
     draft_s = verify_s = prefill_s = swap_s = idle_s = 0.0
     for event in events:
         if not isinstance(event, RoundReported):
             continue
-        rounds += 1
+        reports += 1
+        rounds += event.total_s > 0  # no round has run before a report of, for example, a refused request
         gained += [len(progress.tokens) for progress in event.progress]
         drafted += sum([progress.drafted for progress in event.progress])
         accepted += sum([progress.accepted for progress in event.progress])
@@ -164,7 +165,7 @@ def observe_turn(events: Iterable[Event]) -> tuple[int, int, int]:
         swap_s += event.swap_s
         idle_s += event.idle_s
     tokens = sum(gained)
-    if rounds:  # once a turn: each count takes a lock
+    if reports:  # once a turn: each count takes a lock
         ROUNDS.inc(rounds)
         DRAFTED.inc(drafted)
         ACCEPTED.inc(accepted)

@@ -120,6 +120,27 @@ async def test_what_a_request_finds_of_its_own_does_not_count_as_cached(
         assert end.cached_prompt_tokens == 1, "of its 3 prompt tokens, before it first ran"
 
 
+async def test_a_report_without_a_round_does_not_count_as_a_round(scheduler: SchedulerUnderTest) -> None:
+    before = value("laps_sd_scheduler_rounds_total")
+    async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await gpu.run_round("r1", epoch, 0, [10])
+        gpu.number += 1
+        refused = worker_pb.RequestProgress(
+            request_id="r1",
+            lease_epoch=epoch,
+            position=1,
+            end=gateway_pb.RequestEnd.KIND_ERROR,
+            error="no room",
+        )
+        await gpu.send_reports(worker_pb.RoundReport(number=gpu.number, progress=[refused]))
+        _, end = await client.read("r1-client")
+
+    assert end.kind == gateway_pb.RequestEnd.KIND_ERROR
+    assert value("laps_sd_scheduler_rounds_total") == before + 1
+
+
 async def test_an_acknowledged_report_is_on_the_record(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
