@@ -145,15 +145,16 @@ func (p *progress) lost(failed error, now time.Time) (time.Duration, error) {
 	if p.lostAt.IsZero() {
 		p.lostAt = now // not the time of the last message: a hanging gateway is noticed late
 	}
+	p.attempts++
+	pause := nextPause(failed, p.attempts) // a server may advise any
 	mayGoOn := p.accepted() && mayWorkLater(failed)
-	if !mayGoOn || now.Sub(p.lostAt) > p.reconnect {
+	if !mayGoOn || now.Add(pause).Sub(p.lostAt) > p.reconnect {
 		if failed == nil {
 			return 0, &Error{Code: codes.Unavailable, Message: "the stream broke off"}
 		}
 		return 0, errorOf(failed)
 	}
-	p.attempts++
-	return nextPause(failed, p.attempts), nil
+	return pause, nil
 }
 
 // output is the read position of one output.

@@ -132,7 +132,7 @@ func TestTheTimeToReconnectBeginsWhenTheLossIsNoticed(t *testing.T) {
 	take(t, p, accepted("s0.r", 0))
 
 	mustWait(t, p, nil, after(61))
-	mustWait(t, p, nil, after(91))
+	mustWait(t, p, nil, after(90))
 	mustFail(t, p, nil, after(91.1), codes.Unavailable)
 }
 
@@ -142,6 +142,22 @@ func TestAFullGatewayThatALostStreamComesToIsAskedAgainWhenItSays(t *testing.T) 
 
 	check(t, mustWait(t, p, fullFor(t, 2500*time.Millisecond), after(2)) == 2500*time.Millisecond, "the pause is the advice")
 	mustFail(t, p, fullFor(t, 2500*time.Millisecond), after(33), codes.ResourceExhausted)
+}
+
+func TestNoAdviceMakesALostStreamWaitBeyondItsTimeToReconnect(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 0)
+	take(t, p, accepted("s0.r", 0))
+
+	mustWait(t, p, fullFor(t, 20*time.Second), after(2))
+	mustFail(t, p, fullFor(t, 31*time.Second), after(2), codes.ResourceExhausted)
+}
+
+func TestWithoutTimeToReconnectALostStreamEnds(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 0)
+	p.reconnect = 0
+	take(t, p, accepted("s0.r", 0))
+
+	mustFail(t, p, nil, after(2), codes.Unavailable)
 }
 
 func TestALostStreamResumesAtTheCursorOfItsLastDelta(t *testing.T) {

@@ -129,11 +129,12 @@ class Progress:
             return self._patience.pause_s(error, now)
         if self._lost_at is None:
             self._lost_at = now  # not the time of the last message: a hanging gateway is noticed late
-        may_go_on = self.accepted and (error is None or may_work_later(error))
-        if not may_go_on or now - self._lost_at > self._reconnect_s:
-            raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
         self._attempts += 1
-        return next_pause_s(error, self._attempts)
+        pause_s = next_pause_s(error, self._attempts)  # a server may advise any
+        may_go_on = self.accepted and (error is None or may_work_later(error))
+        if not may_go_on or now + pause_s - self._lost_at > self._reconnect_s:
+            raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
+        return pause_s if self._deadline is None else min(pause_s, max(0.0, self._deadline - now))
 
 
 class _Reading:

@@ -141,12 +141,13 @@ export class Progress {
   lost(failed: ServiceError | undefined, now: number): number {
     if (failed !== undefined && !this.accepted) return this.#patience.pauseMs(failed, now);
     this.#lostAt ??= now; // not the time of the last message: a hanging gateway is noticed late
+    this.#attempts += 1;
+    const pauseMs = nextPauseMs(failed, this.#attempts); // a server may advise any
     const mayGoOn = this.accepted && (failed === undefined || mayWorkLater(failed));
-    if (!mayGoOn || now - this.#lostAt > this.#reconnectMs) {
+    if (!mayGoOn || now + pauseMs - this.#lostAt > this.#reconnectMs) {
       throw failed === undefined ? new Unavailable("the stream broke off") : errorOf(failed);
     }
-    this.#attempts += 1;
-    return nextPauseMs(failed, this.#attempts);
+    return Math.min(pauseMs, Math.max(0, this.#deadline - now));
   }
 }
 

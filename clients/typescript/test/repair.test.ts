@@ -87,7 +87,7 @@ test("the time to reconnect begins when the loss is noticed, however long it was
   progress.take(accepted());
 
   assert.ok(progress.lost(undefined, 61_000) > 0);
-  assert.ok(progress.lost(undefined, 91_000) > 0);
+  assert.ok(progress.lost(undefined, 90_000) > 0);
   assert.throws(() => progress.lost(undefined, 91_001), Unavailable);
 });
 
@@ -100,6 +100,21 @@ test("a full gateway that a lost stream comes to is asked again when it says", (
     () => progress.lost(fullFor(2_500), 33_000),
     (error) => error instanceof ResourceExhausted && error.retryAfterMs === 2_500,
   );
+});
+
+test("no advice makes a lost stream wait beyond its time to reconnect or its deadline", () => {
+  const progress = new Progress(makeRequest("x"), { ...PATIENT, timeoutMs: 5_000 }, 0);
+  progress.take(accepted());
+
+  assert.equal(progress.lost(fullFor(20_000), 2_000), 3_000);
+  assert.throws(() => progress.lost(fullFor(31_000), 2_000), ResourceExhausted);
+});
+
+test("without time to reconnect a lost stream ends", () => {
+  const progress = new Progress(makeRequest("x"), { ...PATIENT, reconnectMs: 0 }, 0);
+  progress.take(accepted());
+
+  assert.throws(() => progress.lost(undefined, 2_000), Unavailable);
 });
 
 test("the deadline holds while a stream is being resumed", () => {

@@ -294,7 +294,7 @@ class TestAsyncClient:
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
 
         assert progress.lost(None, 61.0) > 0.0
-        assert progress.lost(None, 91.0) > 0.0
+        assert progress.lost(None, 90.0) > 0.0
         with pytest.raises(Unavailable):
             progress.lost(None, 91.1)
 
@@ -305,6 +305,21 @@ class TestAsyncClient:
         assert progress.lost(full_until(2.5), 2.0) == 2.5
         with pytest.raises(ResourceExhausted):
             progress.lost(full_until(2.5), 33.0)
+
+    def test_no_advice_makes_a_lost_stream_wait_beyond_its_time_to_reconnect_or_its_deadline(self) -> None:
+        progress = Progress(make_request("x"), timeout_s=5.0, reconnect_s=30.0, retry_s=0.0, now=0.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
+
+        assert progress.lost(full_until(20.0), 2.0) == 3.0, "the rest until the deadline"
+        with pytest.raises(ResourceExhausted):
+            progress.lost(full_until(31.0), 2.0)
+
+    def test_without_time_to_reconnect_a_lost_stream_ends(self) -> None:
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=0.0, retry_s=5.0, now=0.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
+
+        with pytest.raises(Unavailable):
+            progress.lost(None, 2.0)
 
     async def test_resumes_a_request_by_its_id(self, running: Running, scheduler: FakeScheduler) -> None:
         async with AsyncClient(address(running)) as client:
