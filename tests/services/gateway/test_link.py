@@ -174,6 +174,22 @@ class TestAfterTheSchedulerDied:
         staying.cancel()
 
 
+async def test_a_request_that_ends_without_a_token_together_with_its_acceptance_has_news() -> None:
+    link = ShardLink(fast_settings(("127.0.0.1:1",)), "s0")
+    stream = link.submit(link_pb2.Submit(request_id="s0.a", tenant="t"), deadline=None)
+    accepting = asyncio.create_task(link.accepted(stream, wait_s=10))
+    await asyncio.sleep(0)  # it waits
+    (submission,) = link.streams.reconnected(0.0)
+    reply = link_pb2.SubmitReply(submission_id=submission.submit.submission_id)
+    reply.accepted.request_id = "s0.a"
+    link.streams.on_submit_reply(reply, 0.0)
+    end = link_pb2.RequestEnd(kind=Kind.KIND_CANCELLED)
+    link.streams.on_delivery(link_pb2.Delivery(request_id="s0.a", end=end), 0.0)
+    await accepting
+
+    assert stream.has_news, "its reader would wait for ever"
+
+
 class TestWhileNoSchedulerIsThere:
     async def test_a_submission_waits(
         self, start_gateway: StartGateway, start_scheduler: StartGateway

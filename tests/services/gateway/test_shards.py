@@ -264,6 +264,21 @@ class TestAnIdempotencyKey:
         assert [one.request_id for one in again] == [one.request_id for one in first]
         assert all(one.attached for one in again)
 
+    async def test_of_a_shard_that_refuses_is_refused_for_the_reason_of_that_shard(self, shop: Shop) -> None:
+        elsewhere = Refused(reason=Refused.REASON_KEY_ELSEWHERE, shard="s1")
+        await shop.add("s0", load=load(backlog_s=0), refuse=elsewhere)
+        await shop.add(
+            "s1",
+            load=load(backlog_s=1000),
+            refuse=Refused(reason=Refused.REASON_KEY_CONFLICT, detail="another body"),
+        )
+        await shop.open()
+
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await shop.running.stub.Generate(pb.GenerateRequest(text="hello", idempotency_key="k"))
+
+        assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+
     async def test_of_a_shard_that_is_not_known_here_has_to_come_again(self, shop: Shop) -> None:
         elsewhere = Refused(reason=Refused.REASON_KEY_ELSEWHERE, shard="s7")
         await shop.add("s0", refuse=elsewhere)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.links.streams import ASK_AGAIN_S, LONGEST_MS, Streams
 from laps_sd.errors import Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
 
 LENGTH = 40
 BUFFER = 7
@@ -205,6 +206,22 @@ def test_a_paused_stream_is_attached_again_and_still_reads_at_its_own_pace() -> 
     batch, (attach,) = streams.take(stream, 9.0)
 
     assert (batch.token_ids, attach.attach.from_token) == (TOKENS[:10], 10)
+
+
+def test_log_probabilities_stay_with_their_tokens_in_deliveries_that_overlap() -> None:
+    streams, stream = accepted_streams()
+    for first, last in ((0, 3), (1, 6), (4, 20)):  # the last one overflows the buffer
+        logprobs = [inference_pb2.TokenLogprobs(logprob=-n) for n in range(first, last)]
+        streams.on_delivery(
+            link_pb2.Delivery(
+                request_id="s0.a", first_token=first, token_ids=TOKENS[first:last], logprobs=logprobs
+            ),
+            1.0,
+        )
+    batch, _ = streams.take(stream, 2.0)
+
+    assert batch.token_ids == TOKENS[:10]
+    assert [one.logprob for one in batch.logprobs] == [-n for n in range(10)]
 
 
 def test_closing_twice_is_closing_once() -> None:
