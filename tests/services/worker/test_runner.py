@@ -182,6 +182,21 @@ def test_a_request_pauses_at_its_bound_of_unacknowledged_tokens_and_others_go_on
     assert len(desk.tokens("a")) > before
 
 
+def test_a_new_lease_with_all_tokens_acknowledges_them_whatever_older_reports_had() -> None:
+    desk = Desk(engine(slots=1), max_unacknowledged_tokens=20)
+    desk.give(spec("a", max_tokens=400))
+    desk.assign(entry("a"))
+    desk.turn_until_idle()
+    committed = desk.tokens("a")
+
+    desk.give(spec("a", max_tokens=400, committed=committed), lease_epoch=2)
+    desk.put(Acknowledged(1))
+    (now,) = held(desk).requests
+
+    assert len(committed) >= 20
+    assert now.acknowledged == len(now.output_ids) == len(committed)
+
+
 def test_the_worker_pauses_at_its_bound_of_unacknowledged_reports() -> None:
     desk = Desk(engine(), max_unacknowledged_reports=3)
     desk.give(spec("a", max_tokens=400))
@@ -708,6 +723,21 @@ def test_failures_one_after_another_are_the_engines() -> None:
             desk.give(spec(f"poison {number}"))
             desk.assign(entry(f"poison {number}"))
             desk.turn_until_idle()
+
+
+def test_failures_with_others_that_do_not_fail_are_the_requests_own() -> None:
+    desk = Desk(poisoned())
+    desk.give(spec("a", max_tokens=400))
+    for number in range(FAILURES_IN_A_ROW):
+        desk.give(spec(f"poison {number}"))
+        desk.assign(entry("a"), entry(f"poison {number}"))
+        desk.turns(1)
+    desk.give(spec("poison alone"))
+    desk.assign(entry("poison alone"))
+    desk.turns(2)
+
+    ended = [step.request_id for report in desk.rounds for _, step in report.progress if step.finish]
+    assert ended == [*(f"poison {number}" for number in range(FAILURES_IN_A_ROW)), "poison alone"]
 
 
 def test_a_device_that_failed_is_not_asked_again() -> None:
