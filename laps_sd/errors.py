@@ -10,11 +10,12 @@ sentence for the caller: it names the problem and, if there is one, the limit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Unimplemented",
     "describe",
     "details_metadata",
+    "received_details",
     "retry_after_s",
     "rich_status",
 ]
@@ -181,22 +183,25 @@ def details_metadata(error: LapsSdError) -> tuple[tuple[str, bytes], ...]:
     return ((DETAILS_KEY, rich_status(error).SerializeToString()),)
 
 
-def _received_details(error: grpc.RpcError) -> Iterable[Message]:
-    """Yield the `google.rpc` details of a failed call that are of a known type."""
+def received_details(error: grpc.RpcError) -> Iterable[Message]:
+    """Yield the `google.rpc` details of a failed call that are of a known type. Bytes that are no details count as
+    none.
+    """
     trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in trailing:
         if key != DETAILS_KEY:
             continue
-        for packed in status_pb2.Status.FromString(value).details:
-            for kind in (error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
-                detail = kind()
-                if packed.Unpack(detail):
-                    yield detail
+        with contextlib.suppress(DecodeError):
+            for packed in status_pb2.Status.FromString(value).details:
+                for kind in (error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+                    detail = kind()
+                    if packed.Unpack(detail):
+                        yield detail
 
 
 def retry_after_s(error: grpc.RpcError) -> float | None:
     """Return the seconds from now after which the server advises to retry; None without advice."""
-    for detail in _received_details(error):
+    for detail in received_details(error):
         if isinstance(detail, error_details_pb2.RetryInfo):
             return float(detail.retry_delay.ToNanoseconds()) / 1e9
     return None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 
 from laps_sd.errors import (
-    DETAILS_KEY,
     STATUS_CODES,
     InvalidArgument,
     LapsSdError,
     ResourceExhausted,
     Unavailable,
+    received_details,
     retry_after_s,
 )
 
@@ -45,18 +44,12 @@ def error_of(error: grpc.RpcError) -> LapsSdError:
 
 
 def _violations(error: grpc.RpcError) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
-    for key, value in trailing or ():
-        if key != DETAILS_KEY:
-            continue
-        for packed in status_pb2.Status.FromString(value).details:
-            bad_request = error_details_pb2.BadRequest()
-            if packed.Unpack(bad_request):
-                found.extend(
-                    (violation.field, violation.description) for violation in bad_request.field_violations
-                )
-    return found
+    return [
+        (violation.field, violation.description)
+        for detail in received_details(error)
+        if isinstance(detail, error_details_pb2.BadRequest)
+        for violation in detail.field_violations
+    ]
 
 
 def is_lost(error: grpc.RpcError | None) -> bool:

@@ -145,9 +145,13 @@ function details(failed: ServiceError): { violations: BadRequest["fieldViolation
   const violations: BadRequest["fieldViolations"] = [];
   let retry: RetryInfo | undefined;
   for (const packed of failed.metadata.get(DETAILS_KEY)) {
-    for (const detail of fromBinary(StatusSchema, packed as Buffer).details) {
-      violations.push(...(anyUnpack(detail, BadRequestSchema)?.fieldViolations ?? []));
-      retry ??= anyUnpack(detail, RetryInfoSchema);
+    try {
+      for (const detail of fromBinary(StatusSchema, packed as Buffer).details) {
+        violations.push(...(anyUnpack(detail, BadRequestSchema)?.fieldViolations ?? []));
+        retry ??= anyUnpack(detail, RetryInfoSchema);
+      }
+    } catch {
+      // Bytes that are no details count as none; the call has failed in any case.
     }
   }
   return { violations, retry };

@@ -7,7 +7,7 @@ import { create, toBinary } from "@bufbuild/protobuf";
 import { anyPack } from "@bufbuild/protobuf/wkt";
 import { Metadata, status, type ServiceError } from "@grpc/grpc-js";
 
-import { ResourceExhausted, Unavailable, errorOf, isFailedCall } from "../src/errors.js";
+import { InvalidArgument, ResourceExhausted, Unavailable, errorOf, isFailedCall } from "../src/errors.js";
 import { RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
 import {
@@ -100,6 +100,14 @@ test("a full gateway that a lost stream comes to is asked again when it says", (
     () => progress.lost(fullFor(2_500), 33_000),
     (error) => error instanceof ResourceExhausted && error.retryAfterMs === 2_500,
   );
+});
+
+test("details that are none leave the error what it is", () => {
+  const metadata = new Metadata();
+  metadata.set("grpc-status-details-bin", Buffer.from([0xff, 0xff]));
+  const progress = new Progress(makeRequest("x"), PATIENT, 0);
+
+  assert.throws(() => progress.lost(failure(status.INVALID_ARGUMENT, metadata), 1_000), InvalidArgument);
 });
 
 test("no advice makes a lost stream wait beyond its time to reconnect or its deadline", () => {

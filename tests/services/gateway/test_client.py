@@ -306,6 +306,15 @@ class TestAsyncClient:
         with pytest.raises(ResourceExhausted):
             progress.lost(full_until(2.5), 33.0)
 
+    def test_details_that_are_none_leave_the_error_what_it_is(self) -> None:
+        trailing = grpc.aio.Metadata((DETAILS_KEY, b"\xff\xff"))
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details="too long")
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+
+        with pytest.raises(InvalidArgument, match="too long"):
+            progress.lost(error, 1.0)
+
     def test_no_advice_makes_a_lost_stream_wait_beyond_its_time_to_reconnect_or_its_deadline(self) -> None:
         progress = Progress(make_request("x"), timeout_s=5.0, reconnect_s=30.0, retry_s=0.0, now=0.0)
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
