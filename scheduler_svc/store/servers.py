@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import redis.asyncio as redis_client
 from redis import exceptions as redis_errors
@@ -138,14 +139,14 @@ class Servers:
         self._order = deque(url.addresses)
         self._elsewhere: dict[Address, BlockingConnectionPool] = {}
         if url.addresses:
-            self.pool = BlockingConnectionPool.from_url(
+            self.pool = _Pool.from_url(
                 url.url,
                 # The class named here wins over the scheme's own.
                 **options | {"redis_connect_func": self._greet},
             )
             self.pool.connection_class = _routed(self._find, tls=url.tls)
         else:
-            self.pool = BlockingConnectionPool.from_url(url.url, **options)
+            self.pool = _Pool.from_url(url.url, **options)
             self.pool.connection_kwargs["redis_connect_func"] = self._greet
 
     def at(self, address: Address) -> BlockingConnectionPool:
@@ -251,6 +252,29 @@ class Servers:
             raise redis_errors.ReadOnlyError(f"{connection.host}:{connection.port} is a replica")
         found = _RUN_ID.search(server) if isinstance(server, bytes) else None
         self.run_id = found[1].decode() if found else ""
+        self.pool.has_met(connection, self.run_id or str(connection.repr_pieces()))
+
+
+class _Pool(BlockingConnectionPool):  # type: ignore[misc]  # redis-py has no types here
+    """Connections of which each leads to the server that the newest one has found. A server that another one has
+    replaced may still answer on the others.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._newest = ""
+        self._server_of: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def has_met(self, connection: Any, server: str) -> None:
+        """Note the server of a new connection."""
+        self._newest = self._server_of[connection] = server
+
+    async def ensure_connection(self, connection: Any) -> None:
+        """Connect it if it is not, and again if it leads to another server than the newest one."""
+        await super().ensure_connection(connection)
+        if self._server_of.get(connection) != self._newest:
+            await connection.disconnect()
+            await super().ensure_connection(connection)
 
 
 def _routed(

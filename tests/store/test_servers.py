@@ -3,6 +3,7 @@ loopback."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -296,6 +297,14 @@ async def doubts(store: Store) -> bool:
     raise AssertionError("the leader took the replica for the server it wrote to")
 
 
+REQUESTS = ["r1", "r2", "r3", "r4"]
+
+
+async def use_connections(store: Store) -> None:
+    """Have as many connections as there are requests, none of them in use."""
+    await asyncio.gather(*(store.last_sequence() for _ in REQUESTS))
+
+
 class TestAReplicaThatIsPromoted:
     async def test_is_found_and_gets_what_it_lacks_from_the_leader(
         self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
@@ -318,6 +327,39 @@ class TestAReplicaThatIsPromoted:
             await One(store).restore(before) is ALREADY
         )  # what the leader still held went into the request first
         assert (await read(store)).committed_ids == (11, 12, 13)
+
+    async def test_gets_all_writes_though_the_old_primary_wakes_up(
+        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
+    ) -> None:
+        """It holds the lease of this leader, and other connections lead to it."""
+        primary, replica = pair
+        await in_step(replica)
+        store = await open_store(primary, replica, timeout_s=0.6)
+        await use_connections(store)
+        assert primary.pid is not None
+        os.kill(primary.pid, signal.SIGSTOP)
+        await promote(replica)
+        await wait_until_async(lambda: doubts(store), description="the leader finds the new primary")
+        assert await store.reclaim_leadership(newest_sequence=0)
+        os.kill(primary.pid, signal.SIGCONT)
+
+        await asyncio.gather(*(accept(store, a_request(request_id)) for request_id in REQUESTS))
+        assert await ask(primary, "EXISTS", *map(store.keys.request, REQUESTS)) == 0
+        assert await ask(replica, "EXISTS", *map(store.keys.request, REQUESTS)) == len(REQUESTS)
+
+    async def test_is_found_by_all_connections_once_one_has_found_it(
+        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
+    ) -> None:
+        primary, replica = pair
+        await in_step(replica)
+        store = await open_store(primary, replica)
+        await use_connections(store)
+        await promote(replica)
+        await ask(primary, "REPLICAOF", "127.0.0.1", replica.port)  # it still answers
+        await wait_until_async(lambda: doubts(store), description="the leader finds the new primary")
+        assert await store.reclaim_leadership(newest_sequence=0)
+
+        await asyncio.gather(*(accept(store, a_request(request_id)) for request_id in REQUESTS))
 
     async def test_lacks_nothing_that_was_waited_for(
         self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
