@@ -105,6 +105,11 @@ class Live:
         """Return the id that names the request everywhere."""
         return self.facts.request_id
 
+    @property
+    def deadline_unix_ms(self) -> int | None:
+        """Return its hard deadline as the record has it."""
+        return _unix_ms(self.deadline_s)
+
     def stop_grace(self) -> None:
         """Cancel the grace timer: a client is attached, or the request has ended."""
         if self.grace is not None:
@@ -256,7 +261,7 @@ class Live:
             prompt_ids=request.prompt_ids,
             max_tokens=facts.max_tokens,
             expected_output_tokens=facts.expected_output_tokens,
-            deadline_unix_ms=_unix_ms(self.deadline_s),
+            deadline_unix_ms=self.deadline_unix_ms,
             time_limit_ms=None
             if self.time_limit_s is None
             else round((self.time_limit_s - facts.arrival_s) * 1000),

@@ -89,11 +89,12 @@ class Repair:
         """
         live = self._clients.live
         reached = await self._store.reached(list(live))
-        behind = [
-            copy
-            for copy, found in zip(list(live.values()), reached, strict=True)
-            if found is None or found[0] < copy.lease_epoch or found[1] < len(copy.committed)
-        ]
+        behind: list[Live] = []
+        for copy, found in zip(list(live.values()), reached, strict=True):
+            if found is None or found.lease_epoch < copy.lease_epoch or found.committed < len(copy.committed):
+                behind.append(copy)
+            elif found.deadline_unix_ms != copy.deadline_unix_ms:  # a retry had more time
+                await self._store.extend(copy.request_id, copy.deadline_unix_ms)
         for start in range(0, len(behind), WRITE_BACK_TOGETHER):
             batch = self._store.batch()
             restored = [copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]]

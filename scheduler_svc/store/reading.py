@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from redis import exceptions as redis_errors
 
@@ -34,6 +34,15 @@ _INDEX_CHUNK = 4096
 """Request ids that are read together."""
 _LOG_CHUNK = 64
 """Entries of the log that are read together."""
+
+
+class Reached(NamedTuple):
+    """State of an unfinished request in its own keys."""
+
+    lease_epoch: int
+    committed: int
+    """Committed tokens."""
+    deadline_unix_ms: int | None
 
 
 class Reader:
@@ -145,15 +154,18 @@ class Reader:
         async with self._transport.reached():
             return int(await self._transport.client.zcard(self._keys.unfinished()))
 
-    async def reached(self, request_ids: Sequence[str]) -> list[tuple[int, int] | None]:
-        """Return the lease epoch and the number of committed tokens that its own keys hold of each; None for a
-        request that is not there.
-        """
-        found: list[tuple[int, int] | None] = []
+    async def reached(self, request_ids: Sequence[str]) -> list[Reached | None]:
+        """Return how far its own keys hold each; None for a request that is not there."""
+        names = "lease_epoch", "committed", "deadline_unix_ms"
+        found: list[Reached | None] = []
         for start in range(0, len(request_ids), MAX_ENTRIES):
             keys = [self._keys.request(request_id) for request_id in request_ids[start : start + MAX_ENTRIES]]
-            for epoch, count in await self._transport.fields(keys, "lease_epoch", "committed"):
-                found.append(None if epoch is None or count is None else (int(epoch), int(count)))
+            for epoch, count, deadline in await self._transport.fields(keys, *names):
+                found.append(
+                    None
+                    if epoch is None or count is None
+                    else Reached(int(epoch), int(count), int(deadline) if deadline else None)
+                )
         return found
 
     async def last_sequence(self) -> int:

@@ -203,6 +203,27 @@ async def test_what_a_crash_of_the_server_took_is_written_again(
         assert new.accepted.request_id == "r4"
 
 
+async def test_a_later_deadline_that_a_crash_of_the_server_took_is_written_again(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    key = {"idempotency_key": "more time", "body_hash": b"a", "keep": True}
+    scheduler = await start_own(lease_s=30.0)
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", deadline_in_ms=60_000, **key)
+        await client.submit("r2", submission_id=2, deadline_in_ms=60_000)
+        size = await written_size(own_valkey, operator)
+        await client.submit("r3", submission_id=3, deadline_in_ms=600_000, **key)
+        before = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
+        await written_size(own_valkey, operator)
+        own_valkey.kill()
+        os.truncate(commits_file(own_valkey), size)
+        own_valkey.start()
+
+        assert (await client.submit("r4", submission_id=4)).accepted.request_id == "r4"
+        after = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
+        assert after == before
+
+
 async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_is_alive(
     own_valkey: EmbeddedServer,
     operator: redis_client.Redis,
