@@ -184,11 +184,10 @@ class Loop:
         if len(self._inbox) > MAX_INBOX:
             self.room.clear()
 
-    def agrees(self, fingerprint: str) -> bool:
-        """Return True if a worker's model pair is the pool's."""
-        return self.roster.agrees(
-            fingerprint, has_outputs=any(live.committed for live in self.clients.live.values())
-        )
+    def agrees(self, fingerprint: str, *, has_accepted: bool) -> bool:
+        """Return True if a worker's model pair is the pool's; see `Roster.agrees`."""
+        has_outputs = any(live.committed for live in self.clients.live.values())
+        return self.roster.agrees(fingerprint, has_outputs=has_outputs, has_accepted=has_accepted)
 
     def capacity_tokens(self) -> int:
         """Return the longest context that any worker that takes work could hold, in tokens."""

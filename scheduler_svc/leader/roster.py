@@ -62,11 +62,14 @@ class Roster:
                 return entry
         return None
 
-    def agrees(self, fingerprint: str, *, has_outputs: bool) -> bool:
+    def agrees(self, fingerprint: str, *, has_outputs: bool, has_accepted: bool) -> bool:
         """Return True if a worker's model pair is the pool's. The pool may change its pair only while nothing
         depends on it: no worker is connected and no unfinished request has outputs.
+
+        `has_accepted`: whether the stream of another worker was accepted, which may not have been `opened` yet.
         """
-        bound = has_outputs or any(entry.session is not None for entry in self.workers.values())
+        connected = has_accepted or any(entry.session is not None for entry in self.workers.values())
+        bound = has_outputs or connected
         if not self.fingerprint or not bound:
             self.fingerprint = fingerprint
         return self.fingerprint == fingerprint

@@ -261,7 +261,8 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             checks.check_hello(hello)
         except InvalidArgument as error:
             return reasons(reason=reasons.REASON_CAPACITY, detail=error.message)
-        if not loop.agrees(hello.fingerprint):
+        accepted = (one for one in self._leadership.sessions if isinstance(one, WorkerSession))
+        if not loop.agrees(hello.fingerprint, has_accepted=any(not one.closed for one in accepted)):
             detail = (
                 f"its model pair has the fingerprint {hello.fingerprint[:16]}…, the pool's is "
                 f"{loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype "

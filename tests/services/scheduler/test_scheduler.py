@@ -449,6 +449,17 @@ async def test_two_model_pairs_in_one_pool_are_refused(scheduler: SchedulerUnder
             assert (await intruder.next("refused")).reason == worker_pb.WorkerRefused.REASON_FINGERPRINT
 
 
+async def test_two_model_pairs_that_dial_before_the_leader_has_taken_in_either_are_refused_too(
+    scheduler: SchedulerUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scheduler.leadership.loop is not None
+    monkeypatch.setattr(scheduler.leadership.loop, "put", list[object]().append)
+    async with worker(scheduler.address, "w1") as gpu:
+        await gpu.next("hello")
+        async with worker(scheduler.address, "w2", fingerprint="other pair") as intruder:
+            assert (await intruder.next("refused")).reason == worker_pb.WorkerRefused.REASON_FINGERPRINT
+
+
 async def test_cancel_ends_a_running_request_and_frees_its_worker(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
