@@ -30,6 +30,8 @@ class WorkerEntry:
     """
     timer: Timer | None = None
     """Watchdog while the worker has a session; end of its grace period while it has none."""
+    drains: bool = False
+    """Whether an operator has ordered it to leave."""
     last_report_s: float = 0.0
     """Time of its last report; while it has nothing to run, the time at which it received its last work."""
 
@@ -56,9 +58,9 @@ class Roster:
         return entry.session if entry is not None else None
 
     def named(self, id_or_name: str) -> WorkerEntry | None:
-        """Return a worker by its id or by its name."""
+        """Return a worker by its id or by its name. One without a stream may have no name."""
         for entry in self.workers.values():
-            if id_or_name in (entry.worker_id, entry.name):
+            if id_or_name and id_or_name in (entry.worker_id, entry.name):
                 return entry
         return None
 
@@ -100,6 +102,8 @@ class Roster:
         turn.events.append(WorkerUp(hello.facts, hello.held, hello.cached_blocks))
         if hello.draining:
             turn.events.append(WorkerDraining(worker_id))
+        elif entry.drains:
+            self.drain(turn, worker_id)
         self._watch(entry, turn.now_s)
         log.info("worker up", worker_id=worker_id, slots=hello.facts.slots, held=len(hello.held))
 
@@ -116,11 +120,15 @@ class Roster:
             self._start_grace(entry, turn.now_s)
 
     def drain(self, turn: Turn, worker_id: str) -> None:
-        """Drain a worker for an operator: it receives the order to leave, and gets no new work."""
-        session = self.session(worker_id)
-        if session is not None:
-            session.drain()
-            turn.events.append(WorkerDraining(worker_id))
+        """Drain a worker for an operator: it receives the order to leave, and gets no new work. One without a stream
+        receives it when it comes back.
+        """
+        entry = self.workers.get(worker_id)
+        if entry is not None:
+            entry.drains = True
+            if entry.session is not None:
+                entry.session.drain()
+                turn.events.append(WorkerDraining(worker_id))
 
     def excuse(self, now_s: float) -> None:
         """Restart the watchdogs: no worker could report while the record was unavailable."""

@@ -831,6 +831,24 @@ async def test_a_draining_worker_gets_no_new_work_and_is_told_when_it_may_leave(
         assert not any(m.WhichOneof("message") == "assignment" and m.assignment.entries for m in gpu.heard)
 
 
+async def test_a_worker_whose_stream_is_broken_is_ordered_to_leave_when_it_comes_back(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    assert scheduler.leadership.loop is not None
+    async with worker(scheduler.address) as gpu:
+        await gpu.next("assignment")  # the leader has taken it in
+    session = scheduler.leadership.loop.roster.session
+    await wait_until_async(lambda: session("w1") is None, description="the stream has ended")
+    async with grpc.aio.insecure_channel(scheduler.address) as channel:
+        await admin_pb2_grpc.AdminStub(channel).DrainWorker(admin_pb.DrainWorkerRequest(worker="w1"))
+
+    async with worker(scheduler.address) as gpu:
+        await gpu.next("drain")
+    async with worker(scheduler.address, draining=True) as gpu:
+        await gpu.next("drained")
+        assert not any(message.WhichOneof("message") == "drain" for message in gpu.heard)
+
+
 async def test_while_the_record_is_away_nothing_is_shown_and_afterwards_everything_goes_on(
     start: StartScheduler, valkey: EmbeddedServer
 ) -> None:
