@@ -7,6 +7,7 @@ import pytest
 from laps_sd.contract.ends import End
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
+from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
 from scheduler_svc.leader.live import Attachment, Live, from_submission
 from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
@@ -121,3 +122,15 @@ def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway
                 tokens += delivery.token_ids
                 ends += delivery.HasField("end")
     assert (tokens, ends) == (list(range(20_000)), 1)
+
+
+def test_an_order_to_drop_an_older_lease_leaves_the_newer_one() -> None:
+    session = WorkerSession("w1", "w1", "none", "pair")
+    session.specify("r1", 2, worker_pb.LeasedSpecification(lease_epoch=2))
+    session.drop((("r1", 1),))
+
+    _, specified = session.take()
+    assert [leased.lease_epoch for leased in specified.specifications.specifications] == [2]
+    assert session.known == {"r1": 2}
+    session.drop((("r1", 2),))
+    assert session.known == {}

@@ -12,6 +12,8 @@ from laps_sd.contract.limits import RECORDED_LOGPROBS, RECORDED_PROMPT_LOGPROBS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import PromptLogprobs
+from scheduler_svc.leader.live import from_submission
+from scheduler_svc.wire.requests import accepted_with
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import (
     GatewayPeer,
@@ -21,6 +23,7 @@ from tests.services.scheduler.peers import (
     gateway,
     worker,
 )
+from tests.store.kit import a_request
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 FOUND = PromptLogprobs(
@@ -222,3 +225,18 @@ async def test_more_than_the_record_keeps_is_refused(
 
     assert reply.refused.reason == gateway_pb.SubmitRefused.REASON_INVALID
     assert problem in reply.refused.detail
+
+
+def test_they_are_written_again_under_another_lease_until_a_token_is_on_the_record() -> None:
+    new = a_request("r1", prompt_ids=(5, 6, 7))
+    specification = gateway_pb.Specification(request_id="r1", prompt_ids=new.prompt_ids, prompt_logprobs=1)
+    live = from_submission(new, accepted_with(new, 1, specification))
+    live.lease(1, "w1", now_s=1.0)
+    assert live.record_prompt_logprobs(FOUND) == FOUND.SerializeToString()
+    assert live.record_prompt_logprobs(FOUND) == b""
+
+    live.lease(2, "w2", now_s=2.0)
+    assert live.record_prompt_logprobs(FOUND) == FOUND.SerializeToString()
+    live.append(0, (10,), now_s=3.0)
+    live.lease(3, "w3", now_s=4.0)
+    assert live.record_prompt_logprobs(FOUND) == b""

@@ -32,6 +32,7 @@ from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, SubmitStatus
+from scheduler_svc.wire.requests import Offer, offered
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
 from tests.store.kit import a_request
@@ -595,6 +596,19 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
         assert (await client.attach("r1", tenant="acme")).result == gateway_pb.AttachReply.RESULT_ATTACHED
         await gpu.run_round("r1", again.lease_epoch, 2, [12], end=STOP)
         assert (await client.read("late"))[0] == [10, 11, 12]
+
+
+@pytest.mark.parametrize(("passed_ms", "left_ms"), [(20_000, 40_000), (70_000, 1), (-20_000, 60_000)])
+def test_what_a_worker_restores_has_the_rest_of_its_times(passed_ms: int, left_ms: int) -> None:
+    submit = gateway_pb.Submit(request_id="r1", deadline_in_ms=60_000, time_limit_ms=60_000)
+    origin = gateway_pb.Origin(submit=submit, written_unix_ms=1_000_000, incarnation="lost")
+    specification = gateway_pb.Specification(prompt_ids=(1, 2), origin=origin.SerializeToString())
+    held = worker_pb.HeldRequest(request_id="r1", specification=specification)
+
+    restored = offered(Offer(held), "another", 1_000_000 + passed_ms)
+
+    assert restored is not None
+    assert restored.message.deadline_in_ms == restored.message.time_limit_ms == left_ms
 
 
 async def test_a_leader_that_predicts_no_lengths_keeps_no_words_of_what_a_worker_brings_back(
