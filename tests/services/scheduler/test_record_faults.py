@@ -149,6 +149,17 @@ async def test_an_idle_leader_notices_an_emptied_record_too(
         assert await scheduler.store.last_sequence() == 1
 
 
+async def test_what_was_learned_is_written_to_an_emptied_record_though_nothing_is_learned_since(
+    operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    scheduler = await start_own(priors_save_s=0.1)
+    before = await wait_until_async(scheduler.store.load_priors, description="priors are on the record")
+    await operator.flushall()
+
+    after = await wait_until_async(scheduler.store.load_priors, description="they are there again")
+    assert after == before
+
+
 async def test_an_idle_leader_that_had_to_wait_until_its_lead_was_confirmed_admits_again(
     operator: redis_client.Redis, start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
