@@ -520,6 +520,22 @@ async def test_no_tokens_are_taken_while_a_second_decision_waits_for_the_record(
     assert refusals() == refused, "the record had nothing to refuse"
 
 
+async def test_a_cancel_holds_though_the_record_refuses_what_was_decided_before(leader: Leader) -> None:
+    await leader.turn(leader.workers[0].opens())
+    await leader.turn(leader.submits("r"))
+    await leader.store.transport.client.hset(
+        leader.store.keys.request("r"), "lease_epoch", 5
+    )  # refuses its lease
+    refused = refusals()
+
+    await leader.turn(leader.cancels("r"))
+    assert refusals() == refused + 1
+    await leader.turn()
+    await leader.turn()
+
+    assert leader.ends == {"r": gateway_pb.RequestEnd.KIND_CANCELLED}
+
+
 def refusals() -> float:
     """Return how many transitions the record has refused."""
     return sum(
