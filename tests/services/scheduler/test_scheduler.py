@@ -748,7 +748,8 @@ async def test_an_ended_request_is_replayed_and_another_tenant_does_not_find_it(
         await gpu.run_round("r1", epoch, 0, [10, 11], end=STOP)
         await client.read("r1-client")
 
-        await client.attach("r1", from_token=1, attachment_id="again")
+        reply = await client.attach("r1", from_token=1, attachment_id="again", wants_submission=True)
+        assert not reply.HasField("submission"), "nothing is to be restored"
         tokens, end = await client.read("again")
         assert (tokens, end.kind) == ([11], STOP)
         other = await client.attach("r1", tenant="somebody else", attachment_id="thief")
