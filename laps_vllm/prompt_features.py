@@ -8,8 +8,8 @@ last message and as a mark is our choice (decision 0056).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from laps_sd.contract.length_features import FeatureHash, features_of_tokens, packed
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
@@ -54,7 +54,10 @@ _ROLE_TOKENS = 4
 _ANSWER_TOKENS = 16
 """Tokens in which the role of the answer is looked for."""
 MOST_NAMES = 64
-"""So many of them are looked at. A prompt that ends in more has no message."""
+"""Names of roles that are decoded in one prompt, at most. A prompt that ends in more has no message."""
+
+_TextOf: TypeAlias = Callable[[Sequence[int]], str]
+"""Returns the text of tokens."""
 
 
 class Tokenizer(Protocol):
@@ -224,7 +227,3 @@ def _marks(ids: Sequence[int], message: Span, limit: int | None, formatted: bool
         yield f"begins {list(ids[: min(MARK_TOKENS, message.begin)])}"
     if message.end < len(ids):
         yield f"ends {list(ids[max(message.end, len(ids) - MARK_TOKENS) :])}"
-
-
-class _TextOf(Protocol):
-    def __call__(self, ids: Sequence[int], /) -> str: ...
