@@ -18,7 +18,7 @@ from bench.report import Interval
 COMPUTED = "vllm-computed"
 FINDINGS = (
     "- *Without any hint a burst has 0.78 of FCFS's mean latency*, 0.72 once 600 other requests have been served; with token ids in place of words it had 0.89 and 0.81. At load 1.2 it has 0.72.",
-    "  Words are predicted from the first request on, by start weights ([decision 0056](decisions/0056-prompts-are-read-as-words-inside-vllm.md)). Three of the four sources of these requests are among those that the start weights were fitted to;",
+    "  Lengths are predicted from the first request on, by start weights ([decision 0056](decisions/0056-prompts-are-read-as-words-inside-vllm.md)). Three of the four sources of these requests are among those that the start weights were fitted to;",
     "  a source that they have not seen is below.",
     "- *With guesses it gains what the order can gain, and more than vLLM's priority policy does with them*: 0.62 of FCFS's mean in the burst beside 0.71, and beside 0.60 for vLLM's priority by the true lengths.",
     "  It joins requests to a full step together, so fewer steps compute prompts. With a class it has 0.69, at load 1.2 0.72.",

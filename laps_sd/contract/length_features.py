@@ -19,7 +19,7 @@ FEATURES = 1 << 15
 MOST_FEATURES = 256
 """Most features of one request."""
 LINES = (1, 2, 3, 5, 9, 17, 33)
-"""A text with at least so many line breaks has a feature for each of these."""
+"""A text has a feature for each of these numbers that its line breaks reach."""
 MOST_MARKS = 9
 MOST_WORDS = 120
 """Words that are read: each makes a feature of its own and one with the word before it. Of a longer text the

@@ -71,7 +71,7 @@ class Deaths:
             self._shard.shared_again(request)
 
     def forget(self, request: Request) -> None:
-        """Take back no death of a request any more that it has had so far: they are not in its count."""
+        """Remove a request from the deaths that a worker takes back when it dials again: its count has none of them."""
         for request_ids in self.died_with.values():
             request_ids.pop(request.request_id, None)
 
