@@ -1,0 +1,134 @@
+"""The full covariance of all weights, given the first requests.
+
+A filter with a diagonal covariance (`prompt_lengths.py`) forgets that words came together: of ten words of one long
+request it raises each, and does not lower the other nine when one of them is found to be short. With many requests that is
+made up for. With few it is not, so the first ones are learned from exactly, as ridge regression on all of them does.
+
+There are far fewer requests than weights, so everything is kept by request: the variance of a new request
+beside the earlier ones, and the share of each earlier one in what is expected of it (the kernel form of Bayesian linear
+regression: Rasmussen and Williams 2006, chapter 2). Each request adds a row to the inverse of the Cholesky
+factor of their covariance.
+
+The start weights are kept apart, since only one of the two sums has them: what is known of their factor is the regression
+of what the weights leave over on what they leave over of the start weights' sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, final
+
+WEIGHT_VARIANCE: Final = 1.0
+"""Variance of a weight that nothing is known of."""
+EVERYONE_VARIANCE: Final = 1.0
+"""Variance of the location of all requests."""
+LOCATION_VARIANCE: Final = 0.5
+"""Variance of the location of a class or a tenant among the others."""
+START_VARIANCE: Final = 0.25
+"""Variance of the factor of the start weights, around 1."""
+
+
+@final
+class LearnedRequest:
+    """What a request's length is a sum of."""
+
+    __slots__ = ("features", "scale", "start", "tenant", "workload_class")
+
+    def __init__(self, features: bytes, scale: float, start: float, workload_class: str, tenant: str) -> None:
+        self.features: Final = features
+        self.scale: Final = scale
+        """Share of each weight in the sum."""
+        self.start: Final = start
+        """Sum of its start weights, with that share."""
+        self.workload_class: Final = workload_class
+        self.tenant: Final = tenant
+
+
+@final
+class Explained:
+    """What earlier requests show of another one."""
+
+    __slots__ = ("shares", "start", "variance")
+
+    def __init__(self, shares: list[float], start: float, variance: float) -> None:
+        self.shares: Final = shares
+        """Share of each earlier request's ln(length) in what is expected of this one."""
+        self.start: Final = start
+        """The part of its start weights' sum that they do not explain."""
+        self.variance: Final = variance
+        """Variance of ln(length) that they leave, without the error that no prompt gives away and without the
+        factor of the start weights."""
+
+
+@final
+class FullCovariance:
+    """The first requests, and the covariance of all weights given these."""
+
+    def __init__(self) -> None:
+        self.requests: Final[list[LearnedRequest]] = []
+        self.start_shares: Final[list[float]] = []
+        """Share of each request in the factor of the start weights, per its variance."""
+        self.factor_variance = START_VARIANCE
+        self._rows: Final[list[list[float]]] = []
+        """The inverse of the Cholesky factor of the covariance of the requests' ln(length)."""
+        self._by_feature: Final[dict[int, list[int]]] = {}
+        """The requests that have each feature."""
+
+    def explained(self, request: LearnedRequest) -> Explained:
+        """Return what the requests so far show of this one."""
+        count = len(self.requests)
+        covariances = self._covariances(request)
+        shares = [0.0] * count
+        explained = 0.0
+        for i in range(count):
+            row = self._rows[i]
+            part = 0.0
+            for j in range(i + 1):
+                part += row[j] * covariances[j]
+            explained += part * part
+            for j in range(i + 1):
+                shares[j] = shares[j] + row[j] * part
+        start = request.start
+        for i in range(count):
+            start -= shares[i] * self.requests[i].start
+        features = len(request.features) // 2
+        own = (
+            WEIGHT_VARIANCE * request.scale * request.scale * features
+            + EVERYONE_VARIANCE
+            + 2 * LOCATION_VARIANCE
+        )
+        return Explained(shares, start, own - explained)
+
+    def add(self, request: LearnedRequest, found: Explained, error_variance: float) -> None:
+        """Add a request whose length was observed with this error; `found` is what `explained` returned."""
+        variance = found.variance + error_variance
+        gain = found.start / variance
+        for i in range(len(self.requests)):
+            self.start_shares[i] -= found.shares[i] * gain
+        self.start_shares.append(gain)
+        self.factor_variance /= 1 + self.factor_variance * found.start * gain
+        factor = 1 / math.sqrt(variance)
+        self._rows.append([*[-share * factor for share in found.shares], factor])
+        features = request.features
+        for at in range(0, len(features), 2):
+            i = features[at] | features[at + 1] << 8
+            self._by_feature.setdefault(i, []).append(len(self.requests))
+        self.requests.append(request)
+
+    def _covariances(self, request: LearnedRequest) -> list[float]:
+        """Return the covariance of this request's ln(length) with that of each earlier one."""
+        common = [0] * len(self.requests)
+        features = request.features
+        for at in range(0, len(features), 2):
+            for i in self._by_feature.get(features[at] | features[at + 1] << 8, ()):
+                common[i] += 1
+        covariances = []
+        for i in range(len(self.requests)):
+            other = self.requests[i]
+            covariance = EVERYONE_VARIANCE + WEIGHT_VARIANCE * request.scale * other.scale * common[i]
+            if other.workload_class == request.workload_class:
+                covariance += LOCATION_VARIANCE
+            if other.tenant == request.tenant:
+                covariance += LOCATION_VARIANCE
+            covariances.append(covariance)
+        return covariances
