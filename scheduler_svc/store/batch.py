@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -182,9 +183,9 @@ class Batch:
         """
         return self._queue(finishes, _Encoder.finish)
 
-    def lease(self, leases: Sequence[Lease]) -> Pending[list[TransitionStatus]]:
-        """Give requests to workers. STALE: the record's lease epoch is not the one before."""
-        return self._queue(leases, _Encoder.lease)
+    def lease(self, leases: Sequence[Lease], pair: str = "") -> Pending[list[TransitionStatus]]:
+        """Give requests to workers with this model pair. STALE: the record's lease epoch is not the one before."""
+        return self._queue(leases, functools.partial(_Encoder.lease, pair=pair))
 
     def release(self, releases: Sequence[Release]) -> Pending[list[TransitionStatus]]:
         """Take requests back from their workers. STALE: they are leased under another epoch."""
@@ -450,12 +451,15 @@ class _Encoder:
                 self._plan.end(request_id)
             self._send(scripts.FINISH, keys, arguments, work, some)
 
-    def lease(self, work: _Work) -> None:
-        """Plan leases."""
+    def lease(self, work: _Work, *, pair: str) -> None:
+        """Plan leases to workers with this model pair."""
         for lease in work.entries:
             self._plan.lease(lease)
         self._on_requests(
-            scripts.LEASE, work, lambda lease: (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch)
+            scripts.LEASE,
+            work,
+            lambda lease: (lease.worker_id, lease.lease_epoch - 1, lease.lease_epoch),
+            pair,
         )
 
     def release(self, work: _Work) -> None:
@@ -522,13 +526,17 @@ class _Encoder:
             self._encoded.sent.append(_Sent(call, [request_id for request_id, _ in some]))
 
     def _on_requests(
-        self, script: Script, work: _Work, arguments_of: Callable[[Any], tuple[Argument, ...]]
+        self,
+        script: Script,
+        work: _Work,
+        arguments_of: Callable[[Any], tuple[Argument, ...]],
+        *of_all: Argument,
     ) -> None:
-        """Call a script that needs nothing but the requests' hashes."""
+        """Call a script that needs nothing but the requests' hashes. `of_all`: arguments before those of requests."""
         names = self._store.keys
         for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
             keys = [names.leader()]
-            arguments: list[Argument] = [self._leadership]
+            arguments: list[Argument] = [self._leadership, *of_all]
             for index in some:
                 keys.append(names.request(work.entries[index].request_id))
                 arguments += arguments_of(work.entries[index])

@@ -164,6 +164,7 @@ def progress_fields(request: StoredRequest) -> list[Argument]:
         *("first_token_unix_ms", _optional(request.first_token_unix_ms)),
         *("deaths", request.deaths),
         *("death_round", request.death_round),
+        *("pair", request.pair),
     ]
 
 
@@ -227,6 +228,8 @@ def stored_request(
         deaths=int(fields.get(b"deaths", b"0")),
         death_round=int(fields.get(b"death_round", b"0")),
         prompt_logprobs=payload.get(b"prompt_logprobs", b""),
+        # A request that was never leased has none, nor has one of an earlier version of the software.
+        pair=fields.get(b"pair", b"").decode(),
     )
 
 

@@ -121,6 +121,10 @@ class StoredRequest(NewRequest):
     death_round: int = 0
     prompt_logprobs: bytes = b""
     """Log probabilities of the prompt, as the leader wrote them; empty: none."""
+    pair: str = ""
+    """Fingerprint of the model pair of the worker that it was leased to last: all its outputs are of this pair. Empty:
+    it was never leased, or by a leader of an earlier version of the software.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ decided with the record, so a decision that is out of date changes nothing, and 
 nothing more.
 
 An operator reads it with redis-cli: `HGETALL laps-sd:{shard}:request:ID` (state queued, leased or ended,
-worker, lease_epoch; committed, rounds, attained_s, level … up to five seconds old), `ZRANGE
+worker, lease_epoch, pair; committed, rounds, attained_s, level … up to five seconds old), `ZRANGE
 laps-sd:{shard}:unfinished 0 -1`, `HGETALL laps-sd:{shard}:tenants`, `GET laps-sd:{shard}:leader`. `keys.py`
 has all keys.
 """

@@ -123,8 +123,13 @@ async def accept(store: Store, *requests: NewRequest) -> None:
     assert {"accepted"} == {result.status.value for result in results}
 
 
-async def lease(store: Store, request_id: str = "r1", worker_id: str = "w1", lease_epoch: int = 1) -> None:
-    assert await One(store).lease(Lease(request_id, worker_id, lease_epoch)) is OK
+async def lease(
+    store: Store, request_id: str = "r1", worker_id: str = "w1", lease_epoch: int = 1, *, pair: str = "a pair"
+) -> None:
+    batch = store.batch()
+    answer = batch.lease([Lease(request_id, worker_id, lease_epoch)], pair)
+    await batch.execute()
+    assert answer.result() == [OK]
 
 
 @contextlib.contextmanager

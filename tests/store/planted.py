@@ -90,6 +90,16 @@ MISTAKES = (
         "elseif was[1] and tonumber(was[3]) < position then",
         "elseif false then",
     ),
+    Mistake(
+        "a lease leaves the model pair",
+        "lua/lease.lua",
+        "            'pair', pair)",
+        "            'state', 'leased')",
+    ),
+    Mistake(
+        "a lease names another than its model pair", "lua/lease.lua", "'pair', pair)", "'pair', ARGV[3])"
+    ),
+    Mistake("a write-back leaves the model pair", "codec.py", '*("pair", request.pair)', '*("pair", "")'),
     Mistake("the log outlives a write-back", "lua/reclaimed.lua", "if ARGV[3] == '1' then", "if false then"),
     Mistake("the log of others goes", "lua/reclaimed.lua", "if ARGV[3] == '1' then", "if true then"),
     Mistake("the old layout is refused", "lua/acquire.lua", " and found ~= '1' then", " then"),

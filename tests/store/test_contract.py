@@ -303,6 +303,30 @@ class TestLease:
 
         assert await One(store).lease(Lease("r1", worker_id, lease_epoch)) is STALE
         assert ((await read(store)).worker_id, (await read(store)).lease_epoch) == ("w1", 1)
+        assert (await read(store)).pair == "a pair"
+
+    async def test_a_request_names_the_model_pair_of_its_newest_lease(self, store: Store) -> None:
+        await accept(store, a_request("r1"), a_request("r2"), a_request("r3"))
+        batch = store.batch()
+        batch.lease([Lease("r1", "w1", 1), Lease("r2", "w1", 1)], "a pair")
+        await batch.execute()
+        await lease(store, "r2", "w2", 2, pair="another pair")
+        await One(store).release(Release("r1", 1))
+
+        assert {one.request_id: one.pair for one in await unfinished(store)} == {
+            "r1": "a pair",
+            "r2": "another pair",
+            "r3": "",
+        }
+
+    async def test_the_model_pair_of_a_request_of_an_earlier_version_is_not_known(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await accept(store, a_request())
+        await lease(store)
+        await client.hdel(store.keys.request("r1"), "pair")
+
+        assert (await read(store)).pair == ""
 
     async def test_what_is_missing_or_has_ended_is_gone(self, store: Store) -> None:
         await accept(store, a_request())
@@ -1424,6 +1448,7 @@ class TestRestore:
             standing=a_standing(level=3),
             lease_epoch=2,
             worker_id="w2",
+            pair="another pair",
         )
 
         assert await One(store).restore(ahead) is OK

@@ -99,6 +99,7 @@ class Copy:
     worker: str | None
     tokens: list[int]
     rounds: int
+    pair: str
 
 
 @dataclass
@@ -146,7 +147,14 @@ class Worker:
 
 
 def copy_of(stored: StoredRequest) -> Copy:
-    return Copy(stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds)
+    return Copy(
+        stored.lease_epoch, stored.worker_id, list(stored.committed_ids), stored.standing.rounds, stored.pair
+    )
+
+
+def pair_of(worker: str) -> str:
+    """Return the model pair of a worker: as if each had its own, so that it shows which lease is on the record."""
+    return f"pair of {worker}"
 
 
 def stands_by(scheduler: Scheduler) -> bool:
@@ -195,6 +203,13 @@ WEIGHTS = {
 NOTHING_MORE = 4
 """Draw with which `decide` decides nothing beside what workers have reported."""
 VERBS = {Commit: "commit", Lease: "lease", Release: "release", Finish: "finish"}
+
+
+def queued(batch: Batch, kind: type, commands: list[Any]) -> Pending[list[TransitionStatus]]:
+    """Queue commands of one kind; at most one of them is a lease."""
+    pair = [pair_of(command.worker_id) for command in commands if kind is Lease]
+    answer: Pending[list[TransitionStatus]] = getattr(batch, VERBS[kind])(commands, *pair)
+    return answer
 
 
 class Protocol(RuleBasedStateMachine):
@@ -404,7 +419,7 @@ class Protocol(RuleBasedStateMachine):
             self.expected.accepted.append(request_id)
             self.expected.shown[request_id] = []
             assert scheduler.copies is not None
-            scheduler.copies[request_id] = Copy(0, None, [], 0)
+            scheduler.copies[request_id] = Copy(0, None, [], 0, "")
             stored = self.run(scheduler.store.read(request_id))
             assert stored is not None
             scheduler.facts[request_id] = stored
@@ -544,6 +559,7 @@ class Protocol(RuleBasedStateMachine):
             worker_id=copy.worker,
             standing=a_standing(rounds=copy.rounds, attained_s=copy.rounds / 8),
             end=None,
+            pair=copy.pair,
         )
 
     def newest_sequence(self, leader: Scheduler) -> int:
@@ -594,7 +610,7 @@ class Protocol(RuleBasedStateMachine):
             return
         scheduler.asked, scheduler.batch = asked, scheduler.store.batch()
         scheduler.answers = [
-            getattr(scheduler.batch, VERBS[kind])(list(run))
+            queued(scheduler.batch, kind, list(run))
             for kind, run in itertools.groupby([command for command, _ in asked], type)
         ]
         if at_once:
@@ -651,6 +667,7 @@ class Protocol(RuleBasedStateMachine):
                 assert granted == command.worker_id, "one lease epoch on two workers"
                 if copy is not None and copy.lease_epoch < command.lease_epoch:
                     copy.lease_epoch, copy.worker = command.lease_epoch, command.worker_id
+                    copy.pair = pair_of(command.worker_id)
                     self.specify(scheduler, request_id, copy)
             case Release():
                 if copy is not None:
@@ -779,6 +796,8 @@ class Protocol(RuleBasedStateMachine):
                 holders = {stored.worker_id, self.on_record.setdefault(lease, stored.worker_id)}
                 holders.add(expected.granted.get(lease, stored.worker_id))
                 assert len(holders) == 1, "one lease on two workers"
+            leased_to = self.on_record.get((request_id, stored.lease_epoch))
+            assert leased_to is None or stored.pair == pair_of(leased_to), "the model pair of another lease"
             self.before[request_id] = stored
         for report in expected.acknowledged:
             stored = self.before[report.request_id]
