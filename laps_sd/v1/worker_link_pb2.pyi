@@ -411,7 +411,7 @@ Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
 
 @_typing.final
 class WorkerRefused(_message.Message):
-    """The scheduler refuses this worker; the stream ends. An operator must act."""
+    """The scheduler refuses this worker; the stream ends. An operator must act, unless `temporary` is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -436,17 +436,21 @@ class WorkerRefused(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    TEMPORARY_FIELD_NUMBER: _builtins.int
     reason: Global___WorkerRefused.Reason.ValueType
     detail: _builtins.str
+    temporary: _builtins.bool
+    """The reason may pass: the worker dials again until it is accepted."""
     def __init__(
         self,
         *,
         reason: Global___WorkerRefused.Reason.ValueType = ...,
         detail: _builtins.str = ...,
+        temporary: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason", "temporary", b"temporary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

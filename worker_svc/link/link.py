@@ -98,6 +98,8 @@ class SchedulerLink:
         self.leader_epoch = ""
         self.connected = False
         """True once a leader has greeted the present stream."""
+        self._refused_for_now = ""
+        """Reason of the newest refusal that may pass, which is logged once."""
         self._version = 0
         """Protocol version of the present stream."""
         self._lists = AssignedList()
@@ -126,7 +128,7 @@ class SchedulerLink:
     async def run(self) -> None:
         """Work until `Drained`.
 
-        Raises StartupError when the scheduler refuses this worker, EngineFailed when the engine is broken.
+        Raises StartupError when the scheduler refuses this worker for good, EngineFailed when the engine is broken.
         """
         connecting = asyncio.create_task(self._keep_connected(), name="keep connected")
         self.runner.start(self._deliver)
@@ -328,6 +330,11 @@ class SchedulerLink:
     def _refused(self, refused: pb.WorkerRefused) -> None:
         reason = pb.WorkerRefused.Reason.Name(refused.reason).removeprefix("REASON_").lower()
         detail = refused.detail or f"reason: {reason}"
+        if refused.temporary:
+            if detail != self._refused_for_now:
+                log.warning("the scheduler refuses this worker for now", reason=reason, detail=detail)
+                self._refused_for_now = detail
+            return
         log.error("the scheduler refuses this worker", reason=reason, detail=detail)
         self._finish(
             StartupError(f"The scheduler of pool {self.settings.pool!r} refuses this worker: {detail}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import structlog
 import uvloop
 
 from laps_sd.contract.choose import Residency
@@ -316,6 +317,30 @@ async def test_a_refusal_ends_the_worker_with_its_sentence() -> None:
         async with worker(s.address) as w:
             with pytest.raises(StartupError, match="the pool serves another pair"):
                 await w.left()
+
+
+async def test_a_worker_that_is_refused_for_now_dials_until_it_is_accepted() -> None:
+    async with scheduler() as s:
+        s.refused = pb.WorkerRefused(
+            reason=pb.WorkerRefused.REASON_FINGERPRINT, detail="3 requests must end first", temporary=True
+        )
+        with structlog.testing.capture_logs() as logs:
+            async with worker(s.address):
+                await wait_until_async(lambda: s.hellos >= 3, description="it has dialled again")
+                s.refused = None
+                await s.greet()
+
+        details = [line["detail"] for line in logs if "refuses this worker for now" in line["event"]]
+        assert details == ["3 requests must end first"], "the reason is logged once"
+
+
+async def test_a_worker_that_is_refused_for_now_can_be_stopped() -> None:
+    async with scheduler() as s:
+        s.refused = pb.WorkerRefused(reason=pb.WorkerRefused.REASON_FINGERPRINT, temporary=True)
+        async with worker(s.address) as w:
+            await wait_until_async(lambda: s.hellos, description="it was refused")
+            await w.link.drain()
+            await w.left()
 
 
 async def test_a_missing_specification_is_asked_for() -> None:
