@@ -62,6 +62,8 @@ class Live:
     """Its progress; also of tokens that are being written."""
     lease_epoch: int = 0
     worker_id: str | None = None
+    pair: str = ""
+    """Fingerprint of the model pair of its newest lease, as the record has it; empty: unknown."""
     deaths: int = 0
     death_round: int = 0
     """Lease, deaths of its workers, and its rounds at the last one; as in `Request`, and as the record has
@@ -70,7 +72,7 @@ class Live:
     committed: array[int] = field(default_factory=lambda: array("i"))
     """Tokens that the record has."""
     taken: int = 0
-    """Number of these, and of those that are being written."""
+    """Number of these, and of those that are decided or being written."""
     settling: bool = False
     """Whether another transition of it is decided and not on the record. Until then no reported tokens are
     taken: the core decides about them.
@@ -104,6 +106,11 @@ class Live:
     def request_id(self) -> str:
         """Return the id that names the request everywhere."""
         return self.facts.request_id
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a worker holds it, or it has outputs: then it belongs to that worker's model pair."""
+        return self.taken > 0 or self.worker_id is not None
 
     @property
     def deadline_unix_ms(self) -> int | None:
@@ -227,6 +234,7 @@ class Live:
             self.append(len(self.committed), stored.committed_ids[len(self.committed) :], now_s)
             self.standing = stored.standing
             self.lease(stored.lease_epoch, stored.worker_id, now_s)
+            self.pair = stored.pair
             self.deaths, self.death_round = stored.deaths, stored.death_round
         self.taken = len(self.committed)
 
@@ -287,6 +295,7 @@ class Live:
             deaths=self.deaths,
             death_round=self.death_round,
             prompt_logprobs=b"" if self.prompt_logprobs is None else self.prompt_logprobs.SerializeToString(),
+            pair=self.pair,
         )
 
     def leased(self, lease_epoch: int, *, now_s: float, incarnation: str) -> requests.LeasedSpecification:
@@ -359,7 +368,7 @@ def from_record(stored: StoredRequest) -> Live:
     live.committed.extend(stored.committed_ids)
     live.taken = len(live.committed)
     live.standing = stored.standing
-    live.lease_epoch, live.worker_id = stored.lease_epoch, stored.worker_id
+    live.lease_epoch, live.worker_id, live.pair = stored.lease_epoch, stored.worker_id, stored.pair
     live.deaths, live.death_round = stored.deaths, stored.death_round
     arrival_s = live.facts.arrival_s
     if stored.first_token_unix_ms is not None:

@@ -186,8 +186,12 @@ class Loop:
 
     def agrees(self, fingerprint: str, *, has_accepted: bool) -> bool:
         """Return True if a worker's model pair is the pool's; see `Roster.agrees`."""
-        has_outputs = any(live.committed for live in self.clients.live.values())
-        return self.roster.agrees(fingerprint, has_outputs=has_outputs, has_accepted=has_accepted)
+        has_begun = any(live.has_begun for live in self.clients.live.values())
+        return self.roster.agrees(fingerprint, has_begun=has_begun, has_accepted=has_accepted)
+
+    def begun(self) -> int:
+        """Return the number of unfinished requests that workers have begun."""
+        return sum(live.has_begun for live in self.clients.live.values())
 
     def capacity_tokens(self) -> int:
         """Return the longest context that any worker that takes work could hold, in tokens."""
@@ -241,6 +245,8 @@ class Loop:
             # Not all of them at the end: a core that ranks 100,000 requests in one go works for longer than the lease
             # lasts, and only between two chunks is it renewed.
             self.core.recover(self.clock(), events)
+        begun = (live.pair for live in self.clients.live.values() if live.has_begun and live.pair)
+        self.roster.fingerprint = next(begun, "")
         now_s = self.clock()  # peers may connect from now on, however long the reading took
         if self.store.record_was_empty:
             self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
@@ -452,6 +458,7 @@ class Loop:
                         live.standing = command.standing
                         continue
                     command = _without_known(command, live)
+                    live.taken = max(live.taken, command.position + len(command.tokens))
                 elif isinstance(command, Lease | Release) and live.worker_id is not None:
                     self._rounds.hurry(live.worker_id)
                 live.settling = True
@@ -565,7 +572,7 @@ class Loop:
             Commit: batch.commit,
             Finish: batch.finish,
             Release: batch.release,
-            Lease: batch.lease,
+            Lease: lambda leases: batch.lease(leases, self.roster.fingerprint),
         }
         answers = [queue[kind](list(run)) for kind, run in itertools.groupby(decided, type)]
         if taken:

@@ -48,7 +48,9 @@ class Roster:
     def __init__(self, settings: SchedulerSettings, timers: Timers) -> None:
         self.workers: dict[str, WorkerEntry] = {}
         self.fingerprint = ""
-        """Fingerprint of the pool's model pair, from the hello of the first worker."""
+        """Fingerprint of the pool's model pair: that of the requests on the record that workers have begun, else from the
+        hello of the first worker.
+        """
         self._settings = settings
         self._timers = timers
 
@@ -64,14 +66,18 @@ class Roster:
                 return entry
         return None
 
-    def agrees(self, fingerprint: str, *, has_outputs: bool, has_accepted: bool) -> bool:
-        """Return True if a worker's model pair is the pool's. The pool may change its pair only while nothing
-        depends on it: no worker is connected and no unfinished request has outputs.
+    @property
+    def is_connected(self) -> bool:
+        """Return whether any worker has a stream."""
+        return any(entry.session is not None for entry in self.workers.values())
+
+    def agrees(self, fingerprint: str, *, has_begun: bool, has_accepted: bool) -> bool:
+        """Return True if a worker's model pair is the pool's. The pool takes another pair only while nothing
+        depends on its own: no worker is connected, and none has begun a request that is unfinished.
 
         `has_accepted`: whether the stream of another worker was accepted, which may not have been `opened` yet.
         """
-        connected = has_accepted or any(entry.session is not None for entry in self.workers.values())
-        bound = has_outputs or connected
+        bound = has_begun or has_accepted or self.is_connected
         if not self.fingerprint or not bound:
             self.fingerprint = fingerprint
         return self.fingerprint == fingerprint

@@ -34,6 +34,7 @@ class WorkingCopy:
                 self.ended(live, _as_commit(command, live), now_s)
             case Lease():
                 live.lease(command.lease_epoch, command.worker_id, now_s)
+                live.pair = self._roster.fingerprint
             case Release():
                 live.lease(live.lease_epoch, None, now_s)
                 if command.deaths > live.deaths:

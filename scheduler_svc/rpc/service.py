@@ -203,6 +203,8 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
+        self._logged_refusal = ("", "")
+        """Worker and reason of the refusal that was logged last: a worker that is refused for now dials each second."""
 
     async def Connect(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
         self, request_iterator: Any, context: Any
@@ -221,7 +223,10 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         version = _version(hello.protocol_versions)
         refused = self._refusal(loop, hello, version)
         if refused is not None or version is None:
-            log.error("worker refused", worker_id=hello.worker_id, reason=refused.detail if refused else "")
+            refusal = (hello.worker_id, refused.detail if refused else "")
+            if refusal != self._logged_refusal:
+                log.error("worker refused", worker_id=refusal[0], reason=refusal[1])
+                self._logged_refusal = refusal
             await context.write(worker_pb.WorkerLinkReply(leader_epoch=leadership.epoch, refused=refused))
             return
         session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, hello.fingerprint, version)
@@ -261,15 +266,28 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             checks.check_hello(hello)
         except InvalidArgument as error:
             return reasons(reason=reasons.REASON_CAPACITY, detail=error.message)
-        accepted = (one for one in self._leadership.sessions if isinstance(one, WorkerSession))
-        if not loop.agrees(hello.fingerprint, has_accepted=any(not one.closed for one in accepted)):
-            detail = (
-                f"its model pair has the fingerprint {hello.fingerprint[:16]}…, the pool's is "
-                f"{loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, tokenizer and dtype "
-                "(LAPS_SD_DTYPE, which auto chooses by the machine)"
+        accepted = any(isinstance(one, WorkerSession) and not one.closed for one in self._leadership.sessions)
+        if loop.agrees(hello.fingerprint, has_accepted=accepted):
+            return None
+        temporary = not (accepted or loop.roster.is_connected)
+        detail = f"its model pair has the fingerprint {hello.fingerprint[:16]}…, "
+        if temporary:
+            detail += (
+                f"and workers of the pair {loop.roster.fingerprint[:16]}… have begun {_requests(loop.begun())}, which no "
+                "other pair may continue: it is accepted once none of them is unfinished; start a worker of that pair to "
+                "complete them, wait for their deadlines if they have any, or cancel them with laps-sd top (those without a "
+                "client end by themselves, unless they are kept)"
             )
-            return reasons(reason=reasons.REASON_FINGERPRINT, detail=detail)
-        return None
+        else:
+            detail += (
+                f"the pool's is {loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, "
+                "tokenizer and dtype (LAPS_SD_DTYPE, which auto chooses by the machine)"
+            )
+        return reasons(reason=reasons.REASON_FINGERPRINT, detail=detail, temporary=temporary)
+
+
+def _requests(count: int) -> str:
+    return "1 unfinished request" if count == 1 else f"{count} unfinished requests"
 
 
 class Admin(admin_pb2_grpc.AdminServicer):
