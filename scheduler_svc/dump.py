@@ -183,6 +183,7 @@ async def read_rows(store: Store, log: Log, *, tokens: bool = False) -> AsyncIte
                     "rounds": request.standing.rounds,
                     "level": request.standing.level,
                     "age_s": round(now_s - request.arrival_unix_ms / 1000, 1),
+                    "pair": request.pair or None,
                 }
                 if tokens:
                     row |= {"prompt_ids": request.prompt_ids, "committed_ids": request.committed_ids}
@@ -190,7 +191,7 @@ async def read_rows(store: Store, log: Log, *, tokens: bool = False) -> AsyncIte
 
 
 def _without_fields(request_id: str, state: str) -> dict[str, Any]:
-    return dict.fromkeys(_COLUMNS) | {"request_id": request_id, "state": state}
+    return dict.fromkeys((*_COLUMNS, "pair")) | {"request_id": request_id, "state": state}
 
 
 async def _requests(

@@ -270,24 +270,20 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         if loop.agrees(hello.fingerprint, has_accepted=accepted):
             return None
         temporary = not (accepted or loop.roster.is_connected)
-        detail = f"its model pair has the fingerprint {hello.fingerprint[:16]}…, "
+        its, pools = hello.fingerprint[:16], loop.roster.fingerprint[:16]
         if temporary:
-            detail += (
-                f"and workers of the pair {loop.roster.fingerprint[:16]}… have begun {_requests(loop.begun())}, which no "
-                "other pair may continue: it is accepted once none of them is unfinished; start a worker of that pair to "
-                "complete them, wait for their deadlines if they have any, or cancel them with laps-sd top (those without a "
-                "client end by themselves, unless they are kept)"
+            detail = (
+                f"its model pair has the fingerprint {its}…, and workers of the pair {pools}… have begun unfinished "
+                f"requests ({loop.begun()}), which no other pair may continue: it is accepted once they have ended; start a "
+                "worker of that pair to complete them, wait for their deadlines if they have any, or cancel them with "
+                "laps-sd top (those without a client end by themselves, unless they are kept)"
             )
         else:
-            detail += (
-                f"the pool's is {loop.roster.fingerprint[:16]}…: all workers of a pool must load the same weights, "
-                "tokenizer and dtype (LAPS_SD_DTYPE, which auto chooses by the machine)"
+            detail = (
+                f"its model pair has the fingerprint {its}…, the pool's is {pools}…: all workers of a pool must load the "
+                "same weights, tokenizer and dtype (LAPS_SD_DTYPE, which auto chooses by the machine)"
             )
         return reasons(reason=reasons.REASON_FINGERPRINT, detail=detail, temporary=temporary)
-
-
-def _requests(count: int) -> str:
-    return "1 unfinished request" if count == 1 else f"{count} unfinished requests"
 
 
 class Admin(admin_pb2_grpc.AdminServicer):

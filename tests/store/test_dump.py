@@ -111,6 +111,7 @@ async def test_unfinished_requests_have_the_progress_of_keys_and_log(
                 "committed_tokens": 4,
                 "rounds": 9,
                 "level": 2,
+                "pair": "a pair",
             },
         ),
         (
@@ -124,6 +125,7 @@ async def test_unfinished_requests_have_the_progress_of_keys_and_log(
                 "committed_tokens": 0,
                 "rounds": 0,
                 "level": 0,
+                "pair": None,
             },
         ),
     ]

@@ -83,7 +83,7 @@ async def test_the_refusal_counts_the_requests_and_says_how_to_get_on(start: Sta
     refusal = await refused(second)
 
     assert refusal.temporary, "the worker dials again"
-    assert f"workers of the pair {RIGHT[:16]}… have begun 2 unfinished requests" in refusal.detail
+    assert f"workers of the pair {RIGHT[:16]}… have begun unfinished requests (2), which" in refusal.detail
     assert "start a worker of that pair" in refusal.detail
     assert "wait for their deadlines" in refusal.detail
     assert "cancel them with laps-sd top" in refusal.detail
