@@ -24,6 +24,7 @@ import redis
 
 from laps_sd.client import Client, Delta, Ended
 from laps_sd.stack.local import LocalStack
+from laps_sd.stack.ports import free_port
 from laps_sd.stack.supervisor import Pauses, Supervisor
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from tests.helpers import wait_until
@@ -349,3 +350,33 @@ def test_a_directory_that_is_used_for_something_else_too_is_refused_in_a_sentenc
     assert done.returncode == 1
     assert f"other users can read the data directory {tmp_path}, and it holds more than" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_another_model_over_the_same_data_waits_for_the_requests_that_were_begun_and_says_so(
+    tmp_path: Path,
+) -> None:
+    data = ("--data-dir", str(tmp_path / "record"))
+    with (
+        Up("--engine", "fake", *data, environment={"LAPS_SD_FAKE_TIME_SCALE": "3"}) as before,
+        Client(before.grpc("gateway-0")) as client,
+    ):
+        assert any(isinstance(event, Delta) for event in client.stream(PROMPT, keep=True, **WANTED))
+        before.kill("gateway-0")  # with everything else, before the request ends
+        before.process.send_signal(signal.SIGINT)
+
+    port = free_port()
+    after = Up("--engine", "demo", *data, "--scheduler-port", str(port))
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(after.process.kill)
+        [reason] = wait_until(
+            lambda: after.said("worker-0 .* the scheduler refuses this worker for now"),
+            description="the worker was refused",
+            timeout_s=60,
+        )
+        assert "have begun unfinished requests (1), which no other pair may continue" in reason
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+            [entry] = admin.ListQueue(admin_pb2.ListQueueRequest()).entries
+            admin.CancelRequest(admin_pb2.CancelRequestRequest(request_id=entry.request_id))
+        with after, Client(after.grpc("gateway-0")) as client:
+            assert client.generate(PROMPT, max_tokens=3).text
