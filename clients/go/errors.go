@@ -42,8 +42,11 @@ func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Messag
 // Unwrap returns the error of the caller's context, or nil.
 func (e *Error) Unwrap() error { return e.cause }
 
-// errorOf returns the error for a failed call.
+// errorOf returns the error for a failed call. nil: a stream closed without an end.
 func errorOf(failed error) *Error {
+	if failed == nil {
+		return &Error{Code: codes.Unavailable, Message: "the stream broke off"}
+	}
 	found := &Error{Code: status.Code(failed), Message: status.Convert(failed).Message()}
 	if found.Message == "" {
 		found.Message = "the call failed"

@@ -16,6 +16,10 @@ import (
 // How long a call is repeated, and how a broken stream goes on. Pure: time is an argument. The same rules as
 // laps_sd/client/repair.py.
 
+// held: a connection that was open for this long has ended the outage before it, although it brought nothing new: a request may wait
+// in the queue for longer than the time limit of an outage.
+const held = 5 * time.Second
+
 // Event is a part of a stream. One of Accepted, Delta and End is set.
 type Event struct {
 	// Choice is the output, among the n, to which the event belongs.
@@ -51,6 +55,7 @@ type progress struct {
 	outputs   []output
 	lostAt    time.Time
 	attempts  int
+	repeated  time.Time // when this connection brought what was known
 }
 
 // newGeneration returns the progress of a request, which is not changed. One without an idempotency key gets one, so that no
@@ -123,25 +128,34 @@ func (p *progress) next() (*pb.GenerateRequest, *pb.ResumeRequest) {
 	return nil, &pb.ResumeRequest{RequestId: one.requestID, Cursor: cursor}
 }
 
-// take returns the caller's event; nil for one that a repaired stream repeats.
-func (p *progress) take(message *pb.GenerateEvent) (*Event, error) {
-	p.lostAt, p.attempts = time.Time{}, 0
+// take returns the caller's event; nil for one that a repaired stream repeats. Only what is new ends an outage: every connection
+// begins with Accepted, also one that is cut after it.
+func (p *progress) take(message *pb.GenerateEvent, now time.Time) (*Event, error) {
 	if int(message.Choice) >= len(p.outputs) {
 		return nil, &Error{Code: codes.Internal, Message: fmt.Sprintf("the server sent output %d of %d", message.Choice, len(p.outputs))}
 	}
 	event := p.outputs[message.Choice].take(message)
-	if event != nil {
-		event.Choice = int(message.Choice)
+	if event == nil {
+		if p.repeated.IsZero() {
+			p.repeated = now
+		}
+		return nil, nil
 	}
+	p.endOutage()
+	event.Choice = int(message.Choice)
 	return event, nil
 }
 
-// lost returns the pause before the next call, or the error if there is to be none. failed is nil if the stream closed without an
-// end.
+// lost returns the pause before the next call, or the error if there is to be none, which names the request, so that the caller can
+// resume it later. failed is nil if the stream closed without an end.
 func (p *progress) lost(failed error, now time.Time) (time.Duration, error) {
 	if failed != nil && !p.accepted() {
 		return p.patience.pause(failed, now)
 	}
+	if !p.repeated.IsZero() && now.Sub(p.repeated) >= held {
+		p.endOutage()
+	}
+	p.repeated = time.Time{}
 	if p.lostAt.IsZero() {
 		p.lostAt = now // not the time of the last message: a hanging gateway is noticed late
 	}
@@ -149,12 +163,30 @@ func (p *progress) lost(failed error, now time.Time) (time.Duration, error) {
 	pause := nextPause(failed, p.attempts) // a server may advise any
 	mayGoOn := p.accepted() && mayWorkLater(failed)
 	if !mayGoOn || now.Add(pause).Sub(p.lostAt) > p.reconnect {
-		if failed == nil {
-			return 0, &Error{Code: codes.Unavailable, Message: "the stream broke off"}
-		}
-		return 0, errorOf(failed)
+		err := errorOf(failed)
+		err.Message += p.unfinished()
+		return 0, err
 	}
 	return pause, nil
+}
+
+func (p *progress) endOutage() { p.lostAt, p.attempts = time.Time{}, 0 }
+
+// unfinished returns the requests of the outputs that have not ended, in words.
+func (p *progress) unfinished() string {
+	var ids []string
+	for _, output := range p.outputs {
+		if output.requestID != "" && !output.ended {
+			ids = append(ids, output.requestID)
+		}
+	}
+	switch len(ids) {
+	case 0:
+		return ""
+	case 1:
+		return " (request " + ids[0] + ")"
+	}
+	return " (requests " + strings.Join(ids, ", ") + ")"
 }
 
 // output is the read position of one output.

@@ -3,6 +3,7 @@ package lapssd
 import (
 	"errors"
 	"regexp"
+	"strings"
 	"testing"
 	"time"
 
@@ -66,7 +67,7 @@ func take(t *testing.T, p *progress, messages ...*pb.GenerateEvent) []*Event {
 	t.Helper()
 	var events []*Event
 	for _, message := range messages {
-		event, err := p.take(message)
+		event, err := p.take(message, start)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -136,6 +137,63 @@ func TestTheTimeToReconnectBeginsWhenTheLossIsNoticed(t *testing.T) {
 	mustFail(t, p, nil, after(91.1), codes.Unavailable)
 }
 
+// loseUntilItFails lets a stream be lost again and again, each time after what a connection brings, and returns the error.
+func loseUntilItFails(t *testing.T, p *progress, failed error, brings ...*pb.GenerateEvent) error {
+	t.Helper()
+	now := start
+	for attempts := 0; attempts < 1_000; attempts++ {
+		pause, err := p.lost(failed, now)
+		if err != nil {
+			return err
+		}
+		now = now.Add(pause)
+		for _, message := range brings {
+			if _, err := p.take(message, now); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	t.Fatal("it reconnects without end")
+	return nil
+}
+
+func TestConnectionsThatOnlyRepeatWhatIsKnownDoNotEndAnOutage(t *testing.T) {
+	for _, failed := range []error{nil, unavailable} {
+		one := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+		take(t, one, accepted("s0.r", 0), delta(0, 2, "ab", 2, 0))
+		two := generation(t, &pb.GenerateRequest{N: proto.Uint32(2)}, 30*time.Second)
+		take(t, two, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1))
+
+		first := loseUntilItFails(t, one, failed, accepted("s0.r", 0))
+		second := loseUntilItFails(t, two, failed, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1))
+
+		check(t, status.Code(first) == codes.Unavailable && strings.HasSuffix(first.Error(), " (request s0.r)"), "the error names the request")
+		check(t, status.Code(second) == codes.Unavailable && strings.HasSuffix(second.Error(), " (requests s0.a, s0.b)"), "or all of them")
+	}
+}
+
+func TestAConnectionThatBringsATokenEndsTheOutage(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+	take(t, p, accepted("s0.r", 0))
+	mustWait(t, p, nil, after(0))
+	mustWait(t, p, nil, after(28))
+	take(t, p, accepted("s0.r", 0), delta(0, 1, "a", 1, 0))
+
+	mustWait(t, p, nil, after(31))
+	mustFail(t, p, nil, after(62), codes.Unavailable)
+}
+
+func TestAConnectionThatHeldWhileTheRequestWaitedEndsTheOutage(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+	take(t, p, accepted("s0.r", 0))
+	mustWait(t, p, nil, after(-20))
+	take(t, p, accepted("s0.r", 0)) // at 0
+
+	mustWait(t, p, nil, after(60))
+	mustWait(t, p, nil, after(89))
+	mustFail(t, p, nil, after(91.1), codes.Unavailable)
+}
+
 func TestAFullGatewayThatALostStreamComesToIsAskedAgainWhenItSays(t *testing.T) {
 	p := generation(t, &pb.GenerateRequest{}, 0)
 	take(t, p, accepted("s0.r", 0))
@@ -193,7 +251,7 @@ func TestSeveralOutputsAreFoundAgainByTheirKey(t *testing.T) {
 	generate, resume := p.next()
 	check(t, generate != nil && resume == nil, "the request is sent again")
 	check(t, len(events) == 4 && events[0].Choice == 1 && events[0].Delta.Text == "b" && events[1].Delta.Text == "x", "events are not repeated")
-	_, err := p.take(accepted("s0.c", 2))
+	_, err := p.take(accepted("s0.c", 2), start)
 	check(t, err != nil, "a third output is refused")
 }
 

@@ -52,7 +52,7 @@ func (s *Stream) Close() {
 func (s *Stream) attempt() *Event {
 	message, failed := s.receive()
 	if failed == nil {
-		event, err := s.progress.take(message)
+		event, err := s.progress.take(message, time.Now())
 		if err != nil {
 			s.finish(err)
 		}

@@ -24,10 +24,17 @@ LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose gateway died, or was stopped during the call."""
 
 
-def error_of(error: grpc.RpcError) -> LapsSdError:
-    """Return the error that the server raised for a failed call."""
+def error_of(error: grpc.RpcError | None, subject: str = "") -> LapsSdError:
+    """Return the error that the server raised for a failed call. None: a stream closed without an end.
+
+    The subject is added to the message.
+    """
+    about = f" ({subject})" if subject else ""
+    if error is None:
+        return Unavailable(f"the stream broke off{about}")
     code = error.code() if hasattr(error, "code") else None
     text = (error.details() if hasattr(error, "details") else None) or "the call failed"
+    text += about
     advice = retry_after_s(error)
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import grpc
 
 from laps_sd.client.failures import error_of, may_work_later, next_pause_s
-from laps_sd.errors import DeadlineExceeded, LapsSdError, Unavailable
+from laps_sd.errors import DeadlineExceeded, LapsSdError
 from laps_sd.v1.inference_pb2 import (
     Accepted,
     Cursor,
@@ -25,6 +25,10 @@ __all__ = ["Chosen", "Event", "Patience", "Progress", "collect"]
 
 Event: TypeAlias = Accepted | Delta | Ended
 Chosen: TypeAlias = tuple[int, Event]
+
+HELD_S = 5.0
+"""A connection that was open for this long has ended the outage before it, although it brought nothing new: a
+request may wait in the queue for longer than the time limit of an outage."""
 
 
 class Patience:
@@ -70,6 +74,7 @@ class Progress:
         self._reconnect_s = reconnect_s
         self._lost_at: float | None = None
         self._attempts = 0
+        self._repeated_at: float | None = None  # when this connection brought what was known, or None
         start = request.cursor if isinstance(request, ResumeRequest) else Cursor()
         count = max(1, request.n) if isinstance(request, GenerateRequest) else 1
         self._outputs = [_Reading(start) for _ in range(count)]
@@ -115,26 +120,46 @@ class Progress:
         return self._deadline - now
 
     def take(self, message: GenerateEvent, now: float) -> Chosen | None:
-        """Return the caller's event and its choice; None for an event that a repaired stream repeats."""
-        self._lost_at = None
-        self._attempts = 0
+        """Return the caller's event and its choice; None for an event that a repaired stream repeats.
+
+        Only what is new ends an outage: every connection begins with *accepted*, also one that is cut after it.
+        """
         if message.choice >= len(self._outputs):
             raise LapsSdError(f"the server sent output {message.choice} of {len(self._outputs)}")
         event = self._outputs[message.choice].take(message)
-        return None if event is None else (message.choice, event)
+        if event is None:
+            self._repeated_at = now if self._repeated_at is None else self._repeated_at
+            return None
+        self._end_outage()
+        return message.choice, event
 
     def lost(self, error: grpc.RpcError | None, now: float) -> float:
-        """Return the seconds to wait before the next call. Raise the error if there is to be none."""
+        """Return the seconds to wait before the next call. Raise the error if there is to be none.
+
+        The error names the request, so that the caller can resume it later.
+        """
         if error is not None and not self.accepted:
             return self._patience.pause_s(error, now)
+        if self._repeated_at is not None and now - self._repeated_at >= HELD_S:
+            self._end_outage()
+        self._repeated_at = None
         if self._lost_at is None:
             self._lost_at = now  # not the time of the last message: a hanging gateway is noticed late
         self._attempts += 1
         pause_s = next_pause_s(error, self._attempts)  # a server may advise any
         may_go_on = self.accepted and (error is None or may_work_later(error))
         if not may_go_on or now + pause_s - self._lost_at > self._reconnect_s:
-            raise (error_of(error) if error is not None else Unavailable("the stream broke off")) from error
+            raise error_of(error, self._unfinished()) from error
         return pause_s if self._deadline is None else min(pause_s, max(0.0, self._deadline - now))
+
+    def _end_outage(self) -> None:
+        self._lost_at = None
+        self._attempts = 0
+
+    def _unfinished(self) -> str:
+        """Return the requests of the outputs that have not ended, in words."""
+        ids = [output.request_id for output in self._outputs if output.request_id and not output.ended]
+        return f"{'request' if len(ids) == 1 else 'requests'} {', '.join(ids)}" if ids else ""
 
 
 class _Reading:

@@ -172,7 +172,7 @@ export class Client {
         let failed: ServiceError | undefined;
         try {
           for await (const message of this.#open(progress, signal)) {
-            const event = progress.take(message);
+            const event = progress.take(message, performance.now());
             if (event) yield event;
           }
         } catch (error) {

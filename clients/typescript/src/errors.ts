@@ -96,9 +96,11 @@ export function isFailedCall(error: unknown): error is ServiceError {
   return error instanceof Error && "code" in error && typeof error.code === "number" && "metadata" in error;
 }
 
-/** Returns the error for a failed call. */
-export function errorOf(failed: ServiceError): LapsSdError {
-  const text = failed.details || "the call failed";
+/** Returns the error for a failed call. `undefined`: a stream closed without an end. The subject is added to the message. */
+export function errorOf(failed: ServiceError | undefined, subject = ""): LapsSdError {
+  const about = subject && ` (${subject})`;
+  if (failed === undefined) return new Unavailable(`the stream broke off${about}`);
+  const text = (failed.details || "the call failed") + about;
   const cause = { cause: failed };
   switch (failed.code) {
     case status.INVALID_ARGUMENT: {

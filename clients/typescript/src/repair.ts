@@ -6,7 +6,7 @@ import { randomBytes } from "node:crypto";
 import { create } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
 
-import { DeadlineExceeded, LapsSdError, Unavailable, errorOf, mayWorkLater, nextPauseMs } from "./errors.js";
+import { DeadlineExceeded, LapsSdError, errorOf, mayWorkLater, nextPauseMs } from "./errors.js";
 import {
   CursorSchema,
   DeltaSchema,
@@ -29,6 +29,12 @@ type Part =
 
 /** An event of a stream. `choice` is the output, among the `n`, that it belongs to. */
 export type StreamEvent = Part & { readonly choice: number };
+
+/**
+ * A connection that was open for this long has ended the outage before it, although it brought nothing new: a request may wait in
+ * the queue for longer than the time limit of an outage.
+ */
+const HELD_MS = 5_000;
 
 /** Time limit for repeating a call that has had no effect yet. */
 export class Patience {
@@ -72,6 +78,7 @@ export class Progress {
   readonly #outputs: Output[];
   #lostAt: number | undefined;
   #attempts = 0;
+  #repeatedAt: number | undefined; // when this connection brought what was known
 
   /** A request without an idempotency key gets one, so that no attempt can run it twice. */
   constructor(request: GenerateRequest | ResumeRequest, limits: Limits, now: number) {
@@ -122,32 +129,49 @@ export class Progress {
     return this.#deadline - now;
   }
 
-  /** Returns the caller's event; undefined for one that a repaired stream repeats. */
-  take(message: GenerateEvent): StreamEvent | undefined {
-    this.#lostAt = undefined;
-    this.#attempts = 0;
+  /**
+   * Returns the caller's event; undefined for one that a repaired stream repeats. Only what is new ends an outage: every connection
+   * begins with `accepted`, also one that is cut after it.
+   */
+  take(message: GenerateEvent, now: number): StreamEvent | undefined {
     const output = this.#outputs[message.choice];
     if (output === undefined) {
       throw new LapsSdError(`the server sent output ${message.choice} of ${this.#outputs.length}`);
     }
     const part = output.take(message);
-    return part && { ...part, choice: message.choice };
+    if (part === undefined) {
+      this.#repeatedAt ??= now;
+      return undefined;
+    }
+    this.#endOutage();
+    return { ...part, choice: message.choice };
   }
 
   /**
-   * Returns the pause before the next call. Throws the error if there is to be none. `undefined`: the stream closed without
-   * an end.
+   * Returns the pause before the next call. Throws the error if there is to be none, which names the request, so that the caller
+   * can resume it later. `undefined`: the stream closed without an end.
    */
   lost(failed: ServiceError | undefined, now: number): number {
     if (failed !== undefined && !this.accepted) return this.#patience.pauseMs(failed, now);
+    if (this.#repeatedAt !== undefined && now - this.#repeatedAt >= HELD_MS) this.#endOutage();
+    this.#repeatedAt = undefined;
     this.#lostAt ??= now; // not the time of the last message: a hanging gateway is noticed late
     this.#attempts += 1;
     const pauseMs = nextPauseMs(failed, this.#attempts); // a server may advise any
     const mayGoOn = this.accepted && (failed === undefined || mayWorkLater(failed));
-    if (!mayGoOn || now + pauseMs - this.#lostAt > this.#reconnectMs) {
-      throw failed === undefined ? new Unavailable("the stream broke off") : errorOf(failed);
-    }
+    if (!mayGoOn || now + pauseMs - this.#lostAt > this.#reconnectMs) throw errorOf(failed, this.#unfinished());
     return Math.min(pauseMs, Math.max(0, this.#deadline - now));
+  }
+
+  #endOutage(): void {
+    this.#lostAt = undefined;
+    this.#attempts = 0;
+  }
+
+  /** Returns the requests of the outputs that have not ended, in words. */
+  #unfinished(): string {
+    const ids = this.#outputs.filter((output) => output.requestId && !output.ended).map((output) => output.requestId);
+    return ids.length ? `${ids.length === 1 ? "request" : "requests"} ${ids.join(", ")}` : "";
   }
 }
 

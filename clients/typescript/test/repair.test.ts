@@ -51,7 +51,16 @@ function ended(choice = 0): GenerateEvent {
 }
 
 function take(progress: Progress, ...messages: GenerateEvent[]): StreamEvent[] {
-  return messages.map((message) => progress.take(message)).filter((event) => event !== undefined);
+  return messages.map((message) => progress.take(message, 0)).filter((event) => event !== undefined);
+}
+
+/** Loses a stream again and again, each time after what a connection brings, until that throws. */
+function loseUntilItFails(progress: Progress, failed: ServiceError | undefined, ...brings: GenerateEvent[]): void {
+  let now = 0;
+  for (let attempts = 0; attempts < 1_000; attempts += 1) {
+    now += progress.lost(failed, now);
+    for (const message of brings) progress.take(message, now);
+  }
 }
 
 test("a request without a key gets one, and every attempt has the same", () => {
@@ -84,16 +93,51 @@ test("before a request is accepted, a call is repeated for retryMs", () => {
 
 test("the time to reconnect begins when the loss is noticed, however long it was silent before", () => {
   const progress = new Progress(makeRequest("x"), PATIENT, 0);
-  progress.take(accepted());
+  take(progress, accepted());
 
   assert.ok(progress.lost(undefined, 61_000) > 0);
   assert.ok(progress.lost(undefined, 90_000) > 0);
   assert.throws(() => progress.lost(undefined, 91_001), Unavailable);
 });
 
+for (const failed of [undefined, failure(status.UNAVAILABLE)]) {
+  test(`connections that only repeat what is known do not end an outage: ${failed?.code}`, () => {
+    const one = new Progress(makeRequest("x"), PATIENT, 0);
+    take(one, accepted(), delta(0, 2, "ab", 2));
+    const two = new Progress(makeRequest("x", { n: 2 }), PATIENT, 0);
+    const known = [accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1)];
+    take(two, ...known);
+
+    assert.throws(() => loseUntilItFails(one, failed, accepted()), { name: "Unavailable", message: / \(request s0\.r\)$/ });
+    assert.throws(() => loseUntilItFails(two, failed, ...known), { name: "Unavailable", message: / \(requests s0\.a, s0\.b\)$/ });
+  });
+}
+
+test("a connection that brings a token ends the outage", () => {
+  const progress = new Progress(makeRequest("x"), PATIENT, 0);
+  take(progress, accepted());
+  progress.lost(undefined, 0);
+  progress.lost(undefined, 28_000);
+  take(progress, accepted(), delta(0, 1, "a", 1));
+
+  assert.ok(progress.lost(undefined, 31_000) > 0);
+  assert.throws(() => progress.lost(undefined, 62_000), Unavailable);
+});
+
+test("a connection that held while the request waited in the queue ends the outage", () => {
+  const progress = new Progress(makeRequest("x"), PATIENT, 0);
+  take(progress, accepted());
+  progress.lost(undefined, 1_000);
+  progress.take(accepted(), 2_000);
+
+  assert.ok(progress.lost(undefined, 60_000) > 0);
+  assert.ok(progress.lost(undefined, 89_000) > 0);
+  assert.throws(() => progress.lost(undefined, 91_000), Unavailable);
+});
+
 test("a full gateway that a lost stream comes to is asked again when it says", () => {
   const progress = new Progress(makeRequest("x"), { ...PATIENT, retryMs: 0 }, 0);
-  progress.take(accepted());
+  take(progress, accepted());
 
   assert.equal(progress.lost(fullFor(2_500), 2_000), 2_500);
   assert.throws(
@@ -112,7 +156,7 @@ test("details that are none leave the error what it is", () => {
 
 test("no advice makes a lost stream wait beyond its time to reconnect or its deadline", () => {
   const progress = new Progress(makeRequest("x"), { ...PATIENT, timeoutMs: 5_000 }, 0);
-  progress.take(accepted());
+  take(progress, accepted());
 
   assert.equal(progress.lost(fullFor(20_000), 2_000), 3_000);
   assert.throws(() => progress.lost(fullFor(31_000), 2_000), ResourceExhausted);
@@ -120,7 +164,7 @@ test("no advice makes a lost stream wait beyond its time to reconnect or its dea
 
 test("without time to reconnect a lost stream ends", () => {
   const progress = new Progress(makeRequest("x"), { ...PATIENT, reconnectMs: 0 }, 0);
-  progress.take(accepted());
+  take(progress, accepted());
 
   assert.throws(() => progress.lost(undefined, 2_000), Unavailable);
 });
@@ -169,7 +213,7 @@ test("several outputs are found again by their key, from the start", () => {
     events.map((event) => [event.choice, event.case === "delta" ? event.value.text : event.case]),
     [[1, "b"], [0, "x"], [0, "end"], [1, "end"]],
   );
-  assert.throws(() => progress.take(accepted("s0.c", 2)), /the server sent output 2 of 2/);
+  assert.throws(() => progress.take(accepted("s0.c", 2), 0), /the server sent output 2 of 2/);
 });
 
 test("a caller that leaves cancels what nobody can come back for", () => {

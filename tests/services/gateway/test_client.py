@@ -29,6 +29,7 @@ from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import (
     ChatMessage,
     ChatMessages,
+    Cursor,
     FinishReason,
     GenerateEvent,
     GenerateRequest,
@@ -295,6 +296,57 @@ class TestAsyncClient:
 
         assert progress.lost(None, 61.0) > 0.0
         assert progress.lost(None, 90.0) > 0.0
+        with pytest.raises(Unavailable):
+            progress.lost(None, 91.1)
+
+    @pytest.mark.parametrize("code", [None, grpc.StatusCode.UNAVAILABLE])
+    @pytest.mark.parametrize(
+        ("request_ids", "named"),
+        [(["s0.r"], r"\(request s0\.r\)$"), (["s0.a", "s0.b"], r"\(requests s0\.a, s0\.b\)$")],
+    )
+    def test_connections_that_only_repeat_what_is_known_do_not_end_an_outage(
+        self, request_ids: list[str], named: str, code: grpc.StatusCode | None
+    ) -> None:
+        """So it is with a proxy that cuts every connection after the first message. The error names the request."""
+        error = code and grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
+        request = make_request("x", n=len(request_ids))
+        progress = Progress(request, timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        known = [
+            GenerateEvent(accepted=Accepted(request_id=one), choice=n) for n, one in enumerate(request_ids)
+        ]
+        first = Delta(text="a", token_ids=[40], cursor=Cursor(next_token=1, text_offset=1))
+        known.append(GenerateEvent(delta=first))
+
+        def lose_again_and_again() -> None:
+            now = 0.0
+            for _ in range(1000):
+                for message in known:
+                    progress.take(message, now)
+                now += progress.lost(error, now)
+
+        with pytest.raises(Unavailable, match=named):
+            lose_again_and_again()
+
+    def test_a_connection_that_brings_a_token_ends_the_outage(self) -> None:
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 0.0)
+        progress.lost(None, 0.0)
+        progress.lost(None, 28.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 29.0)
+        progress.take(GenerateEvent(delta=Delta(text="a", token_ids=[40])), 29.0)
+
+        assert progress.lost(None, 31.0) > 0.0
+        with pytest.raises(Unavailable):
+            progress.lost(None, 62.0)
+
+    def test_a_connection_that_held_while_the_request_waited_in_the_queue_ends_the_outage(self) -> None:
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 0.0)
+        progress.lost(None, 1.0)
+        progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 2.0)
+
+        assert progress.lost(None, 60.0) > 0.0
+        assert progress.lost(None, 89.0) > 0.0
         with pytest.raises(Unavailable):
             progress.lost(None, 91.1)
 
