@@ -176,16 +176,22 @@ class AsyncClient:
         patience = Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
         while True:
             left_s = patience.timeout_s(time.monotonic())
+            at = self._at
             try:
                 return await getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 pause_s = patience.pause_s(error, time.monotonic())
-            self._at += 1
+            self._leave(at)
             await asyncio.sleep(pause_s)
 
     @property
     def _stub(self) -> InferenceAsyncStub:
         return self._stubs[self._at % len(self._stubs)]
+
+    def _leave(self, at: int) -> None:
+        """Go on at the next address, once for all calls that failed together at this one."""
+        if self._at == at:
+            self._at += 1
 
     async def _events(
         self, request: GenerateRequest | ResumeRequest, timeout_s: float | None
@@ -212,8 +218,8 @@ class AsyncClient:
                 finally:
                     call.cancel()
                 if not progress.ended:
-                    if is_lost(lost) and self._at == at:
-                        self._at += 1  # once for all streams that were lost together
+                    if is_lost(lost):
+                        self._leave(at)
                     await asyncio.sleep(progress.lost(lost, time.monotonic()))
         finally:
             for request_id in progress.to_cancel:

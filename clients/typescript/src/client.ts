@@ -148,15 +148,21 @@ export class Client {
     const signal = this.#signal(options.signal);
     const patience = new Patience(retryMs, options.timeoutMs, performance.now());
     for (;;) {
+      const at = this.#at;
       try {
         return await this.#gateway.unary(method, request, { timeoutMs: patience.timeoutMs(performance.now()), signal });
       } catch (failed) {
         if (!isFailedCall(failed)) throw failed;
         const pauseMs = patience.pauseMs(failed, performance.now());
-        this.#at += 1;
+        this.#leave(at);
         await pause(pauseMs, signal);
       }
     }
+  }
+
+  /** Goes on at the next address, once for all calls that failed together at this one. */
+  #leave(at: number): void {
+    if (this.#at === at) this.#at += 1;
   }
 
   async *#events(
@@ -180,7 +186,7 @@ export class Client {
           failed = error;
         }
         if (progress.ended) break;
-        if (isLost(failed) && this.#at === at) this.#at += 1; // once for all streams that were lost together
+        if (isLost(failed)) this.#leave(at);
         await pause(progress.lost(failed, performance.now()), signal);
       }
     } finally {

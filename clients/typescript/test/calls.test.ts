@@ -1,6 +1,8 @@
 // Every call of the client at a gateway, which nothing disturbs: LAPS_SD_TEST_GATEWAYS has its address.
 
 import assert from "node:assert/strict";
+import { once } from "node:events";
+import { createServer, type AddressInfo } from "node:net";
 import { after, test } from "node:test";
 
 import { AlreadyExists, Client, DeadlineExceeded, Explanation_State, FinishReason, InvalidArgument, NotFound, Unavailable, type StreamEvent } from "laps-sd";
@@ -62,6 +64,28 @@ test("a request is resumed by its id, from the start or from a cursor", async ()
 
   const ids = rest.flatMap((event) => (event.case === "delta" ? event.value.tokenIds : []));
   assert.deepEqual(ids, whole.tokenIds.slice(7));
+});
+
+test("calls that fail together all go on at the next address", async (t) => {
+  const listen = async () => {
+    const server = createServer((socket) => socket.destroy()).listen(0, "127.0.0.1");
+    await once(server, "listening");
+    return { server, address: `127.0.0.1:${(server.address() as AddressInfo).port}` };
+  };
+  const [first, third] = [await listen(), await listen()];
+  first.server.close();
+  const connected = t.mock.fn();
+  third.server.on("connection", connected);
+  const several = new Client([first.address, address, third.address]);
+  t.after(() => {
+    several.close();
+    third.server.close();
+  });
+
+  const found = await Promise.all(Array.from({ length: 5 }, () => several.models()));
+
+  assert.deepEqual(found.map((models) => models.length), [1, 1, 1, 1, 1]);
+  assert.equal(connected.mock.callCount(), 0);
 });
 
 test("leaving the loop cancels the request", async () => {

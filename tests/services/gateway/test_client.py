@@ -267,6 +267,17 @@ class TestAsyncClient:
             scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_STOP)
             await answer
 
+    async def test_calls_that_fail_together_all_go_on_at_the_next_address(self, running: Running) -> None:
+        connections = []
+        third = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1")
+        port = third.sockets[0].getsockname()[1]
+        nobody = f"127.0.0.1:{free_port()}"
+        async with third, AsyncClient([nobody, address(running), f"127.0.0.1:{port}"]) as client:
+            found = await asyncio.gather(*(client.models(timeout_s=10) for _ in range(5)))
+
+        assert [[model.name for model in models] for models in found] == [["tiny"]] * 5
+        assert connections == []
+
     async def test_streams_that_are_lost_together_all_go_on_at_the_next_address(
         self, scheduler: FakeScheduler, start_gateway: StartGateway
     ) -> None:
