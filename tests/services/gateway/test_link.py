@@ -190,6 +190,20 @@ async def test_a_request_that_ends_without_a_token_together_with_its_acceptance_
     assert stream.has_news, "its reader would wait for ever"
 
 
+async def test_a_second_answer_to_one_cancel_changes_nothing() -> None:
+    """Its call may not have taken the first one yet. The link must not break."""
+    link = ShardLink(fast_settings(("127.0.0.1:1",)), "s0")
+    cancelling = asyncio.create_task(link.cancel("s0.a", tenant="t", wait_s=10))
+    await asyncio.sleep(0)  # it waits
+    (cancel_id,) = link._cancels
+    for cancelled in (True, False):
+        reply = link_pb2.CancelReply(cancel_id=cancel_id, found=True, cancelled=cancelled)
+        link._on_reply(Reply(cancel_reply=reply))
+
+    assert await cancelling
+    link._on_reply(Reply(cancel_reply=reply))  # to a cancel that is over
+
+
 class TestWhileNoSchedulerIsThere:
     async def test_a_submission_waits(
         self, start_gateway: StartGateway, start_scheduler: StartGateway

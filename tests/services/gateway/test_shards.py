@@ -190,6 +190,21 @@ class TestTheChoice:
         assert await shop.submit() == "s1"
 
 
+async def test_the_workers_of_a_shard_whose_leader_is_lost_are_not_counted(shop: Shop) -> None:
+    await shop.add("s0", load=load(backlog_s=0, workers=2))
+    await shop.add("s1", load=load(backlog_s=0, workers=3))
+    await shop.open()
+    shards = shop.running.gateway.shards
+    assert shards.workers == 5
+
+    await shop.schedulers["s0"].kill()
+    await wait_until_async(
+        lambda: not shards.links["s0"].connected, description="the link is broken", every_s=0.005
+    )
+
+    assert shards.workers == 3
+
+
 class TestARefusal:
     @pytest.mark.parametrize("reason", [Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE])
     async def test_of_one_shard_leads_to_the_next(self, shop: Shop, reason: Any) -> None:
