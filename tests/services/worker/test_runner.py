@@ -392,6 +392,29 @@ def test_running_out_of_blocks_is_never_a_crash() -> None:
     assert all(len(desk.tokens(name)) == 40 for name in "abc")
 
 
+class Narrowing(FakeEngine):
+    """An engine that has room for the growth of one request only, from its third round on."""
+
+    calls = 0
+
+    def round(self, run: Sequence[str]) -> RoundResult:
+        self.calls += 1
+        if self.calls > 2 and len(run) > 1:
+            raise OutOfBlocks("no room")
+        return super().round(run)
+
+
+def test_the_last_of_a_round_for_which_blocks_are_missing_leaves_the_device() -> None:
+    """Then `choose` counts what it needs, and does not choose the same round again and again."""
+    desk = Desk(Narrowing(slots=2))
+    desk.give(spec("a"), spec("b"))
+    desk.assign(entry("a", 1.0), entry("b", 2.0))
+    desk.turns(3)
+
+    assert desk.who() == [("a", "b"), ("a", "b"), ("a",)]
+    assert [change[:1] + change[2:] for change in desk.rounds[2].residency] == [("b", Residency.HOST)]
+
+
 class Stingy(FakeEngine):
     """An engine that never has room for one of the requests."""
 
@@ -424,6 +447,20 @@ def test_kv_that_choose_cannot_see_makes_room() -> None:
     assert len(desk.tokens("new")) == 20
     changes = [change[:1] + change[2:] for report in desk.rounds for change in report.residency]
     assert changes == [("old", Residency.DEVICE), ("old", Residency.HOST), ("new", Residency.DEVICE)]
+
+
+def test_without_a_draft_model_no_draft_blocks_are_needed() -> None:
+    """Else each request that is no longer listed would be pushed out, however much room there is."""
+    desk = Desk(engine(draft_blocks=0))
+    desk.give(spec("old", max_tokens=20), spec("new", max_tokens=20))
+    desk.assign(entry("old"))
+    desk.turns(2)
+    desk.assign(entry("new"))
+    desk.turn_until_idle()
+
+    assert len(desk.tokens("new")) == 20
+    changes = [change[:1] + change[2:] for report in desk.rounds for change in report.residency]
+    assert changes == [("old", Residency.DEVICE), ("new", Residency.DEVICE)]
 
 
 def test_a_request_may_fill_the_whole_pool_to_its_last_token() -> None:
