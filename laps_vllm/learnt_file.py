@@ -44,6 +44,8 @@ class LearntFile:
             if self.path.stat().st_size > MAX_FILE_BYTES:
                 return None, f"{self.path} has more than {MAX_FILE_BYTES} bytes, and is not used"
             found = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it is not a mapping")
             # Files of earlier builds have none.
             if found.pop(DIGEST, None) not in (None, _digest(found)):
                 raise ValueError("the digest is another one")
@@ -52,8 +54,8 @@ class LearntFile:
             return None, f"{self.path} does not exist yet"
         except OSError as error:
             return None, f"{self.path} cannot be read ({error.strerror})"
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-            return None, f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used"
+        except (ValueError, RecursionError) as error:
+            return None, f"{self.path} does not hold what a LAPS-SD scheduler wrote, and is not used: {error}"
 
     def keep(self, priors: Priors) -> None:
         """Copy the priors for the next `save`, which another thread may call."""

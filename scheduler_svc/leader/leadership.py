@@ -185,9 +185,14 @@ class Leadership:
         return loop
 
     def _priors(self, blob: bytes | None) -> Priors:
-        """Return what earlier leaders have learned, if anything."""
-        prompts = PromptLengths(*start_weights(self.settings.length_key))
-        return Priors.from_dict(json.loads(blob), prompts) if blob else Priors(prompts)
+        """Return what earlier leaders have learned, if anything. What is damaged is learned again."""
+        start = start_weights(self.settings.length_key)
+        if blob:
+            try:
+                return Priors.from_dict(json.loads(blob), PromptLengths(*start))
+            except (ValueError, RecursionError) as error:
+                log.warning("what was learnt cannot be used: learning starts again", reason=str(error))
+        return Priors(PromptLengths(*start))
 
     async def _renew(self) -> None:
         """Renew the lease three times per period. While the record is away no other process can lead either,

@@ -981,6 +981,85 @@ class TestTheRecord:
         }
         assert Priors.from_dict(old).to_dict() == Priors().to_dict()
 
+    @pytest.mark.parametrize(
+        ("place", "value", "problem"),
+        [
+            (
+                ("all", "acceptance", "tokens"),
+                math.nan,
+                "all must be a number from -1e[+]30 to 1e[+]30, got nan",
+            ),
+            (
+                ("all", "length_counts", "40"),
+                -3.0,
+                "all.length_counts must be a number from -1e-06 to 2000, got -3",
+            ),
+            (
+                ("all", "length_counts", "40"),
+                1e9,
+                "all.length_counts must be a number from -1e-06 to 2000, got 1000000000",
+            ),
+            (("cost", "batch"), 0.0, "cost.batch must be a number from 1e-09"),
+            (("cost", "fit"), [0.1], "cost.fit must have 4 to 4 entries, got 1"),
+            (
+                ("all", "positions", "tested"),
+                [1.0] * 65,
+                "all.positions.tested must have 0 to 64 entries, got 65",
+            ),
+            (("classes",), {str(n): {} for n in range(257)}, "classes must have 0 to 256 entries, got 257"),
+            (
+                ("hints", "everyone"),
+                [-1.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+                "hints must be a number from 0 to 600, got -1",
+            ),
+            (("prompts", "everyone"), [1e9, 0.0, 0.5], "prompts must be a number from -1000 to 1000, got 1"),
+            (("cost",), {}, "what was learnt is damaged: KeyError"),
+        ],
+    )
+    def test_what_no_scheduler_can_have_learnt_is_refused(
+        self, place: tuple[str, ...], value: Any, problem: str
+    ) -> None:
+        data = json.loads(json.dumps(self.learnt().to_dict()))
+        inner = data
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = value
+
+        with pytest.raises(ValueError, match=problem):
+            Priors.from_dict(data)
+
+    @settings(max_examples=300, deadline=None)
+    @given(data=st.data())
+    def test_whatever_number_is_damaged_they_are_refused_or_serve(self, data: st.DataObject) -> None:
+        kept = json.loads(json.dumps(self.learnt().to_dict()))
+        inner: Any = kept
+        while True:
+            keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
+            key = data.draw(st.sampled_from(keys))
+            if not isinstance(inner[key], dict | list) or not inner[key]:
+                break
+            inner = inner[key]
+        wrong = [math.nan, math.inf, -math.inf, -1, -1e300, 1e300, 1e18, 0, 2**70, None, True, "x", [], {}]
+        inner[key] = data.draw(st.sampled_from(wrong) | st.floats(-1e3, 1e6))
+        try:
+            priors = Priors.from_dict(kept)
+        except ValueError:
+            return
+        guesses = Guesses(client=80.0, prompt=90.0)
+        guesses.predicted(priors.prediction("chat", 50.0, 10, 900, guesses, "t"))
+        for name in ("chat", "other"):
+            priors.observe_tokens(name, 3, 4, (1, 1, 1), (1, 1, 0), "t")
+            priors.observe_acceptance(name, 3, 9, 27, "t")
+            priors.observe_length(name, 90, guesses, "t")
+            pace = priors.tokens_per_round(name, 10, 25)
+            left = priors.tokens_left(name, 20, 900, guesses, "t")
+            numbers = [pace.mean, pace.spread, left.mean, left.low, left.high, priors.cost.share_s(100)]
+            assert all(math.isfinite(one) for one in numbers), numbers
+            assert 1 <= left.low <= left.mean <= left.high <= 880
+        priors.observe_round(3, 12, 500, 0.02)
+        priors.publish()
+        json.dumps(priors.to_dict(), allow_nan=False)
+
     def test_a_shard_with_every_class_stays_small(self) -> None:
         priors = Priors()
         for i in range(MAX_CLASSES):

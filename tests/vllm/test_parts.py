@@ -326,7 +326,14 @@ class TestLearntFile:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("rounds", 0), ("rounds", -1), ("drafted", -math.inf), ("sum_nm", 1e308)],
+        [
+            ("rounds", 0),
+            ("rounds", -1),
+            ("drafted", -math.inf),
+            ("sum_nm", 1e308),
+            ("requests", -5),
+            ("tokens", math.nan),
+        ],
     )
     def test_a_damaged_file_of_an_earlier_build_starts_learning_again(
         self, tmp_path: Path, name: str, value: float

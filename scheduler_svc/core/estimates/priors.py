@@ -28,6 +28,7 @@ from scheduler_svc.core.estimates.calibration import ASSUMED, Calibration, Guess
 from scheduler_svc.core.estimates.cost import CostModel
 from scheduler_svc.core.estimates.guesses import GuessedLengths
 from scheduler_svc.core.estimates.lengths import BINS, EDGES, LengthTable, TokensLeft
+from scheduler_svc.core.estimates.plausible import check_priors
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.estimates.sources import (
     STAGES,
@@ -336,22 +337,33 @@ class Priors:
     def from_dict(cls, data: Mapping[str, Any], prompts: PromptLengths | None = None) -> Priors:
         """Return the priors that `to_dict` gave; `prompts`, still untaught, learns on from what it had learned.
         With an unknown format return new ones: the core can work without any priors.
+
+        Raises ValueError, with a sentence, where they are damaged. Then `prompts` may have changed.
         """
+        if not isinstance(data, Mapping):
+            raise ValueError("what was learnt must be a mapping")
         priors = cls(prompts)
         if data.get("format") not in READABLE_FORMATS:
             return priors
-        priors.version = data["version"]
-        priors.cost = CostModel(**{**data["cost"], "fit": tuple(data["cost"]["fit"])})
-        priors._share_s = priors.cost.share_s(0)
-        priors._all = everyone = _class_from_dict(data["all"], None)
-        priors._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
-        if data["format"] == FORMAT:
-            priors._hints = GuessSource.from_dict(data["hints"])
-            if priors.prompts.restore(data["prompts"]):
-                priors._predictions = GuessSource.from_dict(data["predictions"])
-        else:
-            priors._hints = _hints_of_format_4(data)
+        try:
+            check_priors(data, MAX_CLASSES)
+            priors._restore(data)
+        except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"what was learnt is damaged: {type(error).__name__}: {error}") from error
         return priors
+
+    def _restore(self, data: Mapping[str, Any]) -> None:
+        self.version = data["version"]
+        self.cost = CostModel(**{**data["cost"], "fit": tuple(data["cost"]["fit"])})
+        self._share_s = self.cost.share_s(0)
+        self._all = everyone = _class_from_dict(data["all"], None)
+        self._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
+        if data["format"] == FORMAT:
+            self._hints = GuessSource.from_dict(data["hints"])
+            if self.prompts.restore(data["prompts"]):
+                self._predictions = GuessSource.from_dict(data["predictions"])
+        else:
+            self._hints = _hints_of_format_4(data)
 
 
 def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from scheduler_svc.core.estimates.full_covariance import (
     LearnedRequest,
 )
 from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN, chance_above
+from scheduler_svc.core.estimates.plausible import MOST, MOST_LOG, check_size, within
 
 LEARNED_EXACTLY: Final = 128
 """Ended requests that are learned from with the full covariance. With 256 a burst gains no more, and the last of them take five times as
@@ -363,19 +364,27 @@ class PromptLengths:
     def restore(self, data: Mapping[str, Any]) -> bool:
         """Take up what `to_dict` gave. With another format, or other start weights or another key, begin
         anew and return False: features would mean something else. Raises ValueError where the weights are
-        damaged."""
+        damaged, or a number is none that can be learned."""
         if data.get("format") != FORMAT or data["start"] != self._start_name:
             return False
         if data["weights"]:
             self._decode(data["weights"])
+        within("prompts.learned", data["learned"], 0, MOST)
         self.learned = data["learned"]
         if self.learned:
             # Only the weights were saved, not the requests that they were learned from.
             self._first = None
-        self._everyone = _Location(*data["everyone"])
-        self._classes = {name: _Location(*found) for name, found in data["classes"].items()}
-        self._tenants = {name: _Location(*found) for name, found in data["tenants"].items()}
-        self._factor, self._factor_variance = data["factor"]
+        check_size("prompts.classes", data["classes"], MOST_CLASSES)
+        check_size("prompts.tenants", data["tenants"], MOST_TENANTS)
+        self._everyone = _location(*data["everyone"])
+        self._classes = {name: _location(*found) for name, found in data["classes"].items()}
+        self._tenants = {name: _location(*found) for name, found in data["tenants"].items()}
+        factor, variance = data["factor"]
+        within("prompts.factor", factor, -MOST_LOG, MOST_LOG)
+        within("prompts.factor", variance, 0, 1)
+        self._factor, self._factor_variance = factor, variance
+        for loss in data["losses"]:
+            within("prompts.losses", loss, 0, MOST)
         self._fresh_loss, self._warm_loss = data["losses"]
         return True
 
@@ -441,6 +450,13 @@ def _limited(error: float) -> float:
 
 def _numbers(location: _Location) -> list[float]:
     return [location.fresh, location.warm, location.variance]
+
+
+def _location(fresh: float, warm: float, variance: float) -> _Location:
+    within("prompts", fresh, -MOST_LOG, MOST_LOG)
+    within("prompts", warm, -MOST_LOG, MOST_LOG)
+    within("prompts", variance, 0, 1)
+    return _Location(fresh, warm, variance)
 
 
 def _byte(weight: float) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
+from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
@@ -1104,3 +1106,19 @@ async def test_made_up_ids_are_read_together(
         cancel = gateway_pb.CancelRequested(cancel_id=1000, request_id="made-up", tenant="anonymous")
         await client.send(gateway_pb.GatewayMessage(cancel=cancel))
         assert not (await client.next("cancel_reply")).found
+
+
+@pytest.mark.parametrize("damage", [b"[", b"[]", b'"all"', b"NaN"])
+async def test_a_leader_begins_anew_where_what_was_learnt_is_damaged(
+    start: StartScheduler, damage: bytes
+) -> None:
+    learnt = Priors().to_dict()
+    learnt["cost"]["prefill_s"] = float("nan")
+    first = await start(priors_save_s=3600.0)
+    await first.store.save_priors(json.dumps(learnt).encode() if damage == b"NaN" else damage)
+    await first.crash()
+    with structlog.testing.capture_logs() as lines:
+        second = await start()
+
+    assert second.leadership.loop is not None
+    assert "what was learnt cannot be used: learning starts again" in [line["event"] for line in lines]
