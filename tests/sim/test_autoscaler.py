@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.autoscale import GOALS, chosen_target, devices_for, frontier, main
+from bench.autoscale import GOALS, OURS, chosen_target, comparisons, devices_for, frontier, main, verdict
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.rpc.autoscaling import DEFAULT_TARGET_LOAD, DEFAULT_TARGET_S
@@ -187,6 +187,36 @@ def test_a_curve_is_what_no_other_point_beats_and_is_read_between_its_points():
     assert devices_for(curve, 40.0) == pytest.approx(2.0)
     assert devices_for(curve, 20.0) == pytest.approx(8**0.5)
     assert devices_for(curve, 5.0) is None
+
+
+def runs_of(**curves):
+    """Return runs with these (devices, latency) of each signal."""
+    return {
+        (name, float(target)): [{"devices": devices, "mean_s": latency_s, "p99_s": latency_s}]
+        for name, curve in curves.items()
+        for target, (devices, latency_s) in enumerate(curve)
+    }
+
+
+def test_signals_without_a_latency_in_common_are_not_judged_and_the_run_fails():
+    runs = runs_of(
+        **{OURS: [(4.0, 10.0), (6.0, 5.0)], "requests": [(4.0, 100.0), (6.0, 50.0)], "backlog": [(8.0, 8.0)]}
+    )
+
+    said, met = verdict(runs, comparisons(runs))
+
+    assert said.startswith(f"requests not judged, no latency in common with {OURS}, ")
+    assert not met
+
+
+def test_signals_with_latencies_in_common_are_judged_by_the_goals():
+    good = runs_of(**{OURS: [(4.0, 10.0), (6.0, 5.0)], "backlog": [(8.0, 8.0)], "fixed": [(1.0, 900.0)]})
+    bad = runs_of(**{OURS: [(4.0, 10.0), (6.0, 5.0)], "backlog": [(2.0, 8.0)]})
+    without = runs_of(backlog=[(2.0, 8.0)])
+
+    assert verdict(good, comparisons(good))[1]
+    assert not verdict(bad, comparisons(bad))[1]
+    assert verdict(without, comparisons(without)) == ("nothing to compare", True)
 
 
 def test_the_benchmark_says_what_each_signal_costs_and_gives(tmp_path, capsys):
