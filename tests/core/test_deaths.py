@@ -103,6 +103,21 @@ class Shard:
             self.lost(f"doomed{number}")
         assert self.deaths(*request_ids) == [ALONE_AFTER] * len(request_ids)
 
+    def recover_surviving(self, request_id: str, *, deaths: int) -> None:
+        """Enter a request from the record that has survived enough rounds since its last death."""
+        rounds = 1 + SURVIVED_ROUNDS
+        counts = {"lease_epoch": 2, "deaths": deaths, "death_round": 1}
+        self.step(Recovered(request(request_id), 9, rounds, 0, 0, 0.0, 0, None, **counts))
+
+    def clear_of_w1(self, request_id: str) -> None:
+        """Let a request lose worker w1, and survive so many rounds of w2 that this does not count any more."""
+        self.up("w1")
+        self.arrive(request(request_id))
+        self.lost("w1")
+        self.up("w2")
+        for _ in range(SURVIVED_ROUNDS):
+            self.round("w2", request_id)
+
 
 def releases(commands: list[Command]) -> dict[str, tuple[int, int]]:
     return {c.request_id: (c.deaths, c.death_round) for c in commands if isinstance(c, Release)}
@@ -200,24 +215,14 @@ class TestWhoIsSuspected:
 
     def test_what_was_cleared_meanwhile_stays_so(self) -> None:
         shard = Shard()
-        shard.up("w1")
-        shard.arrive(request("a"))
-        shard.lost("w1")
-        shard.up("w2")
-        for _ in range(SURVIVED_ROUNDS):
-            shard.round("w2", "a")
+        shard.clear_of_w1("a")
         shard.up("w1")
 
         assert shard.deaths("a") == [0]
 
     def test_a_death_that_was_cleared_is_not_taken_back_again_from_a_later_one(self) -> None:
         shard = Shard()
-        shard.up("w1")
-        shard.arrive(request("a"))
-        shard.lost("w1")
-        shard.up("w2")
-        for _ in range(SURVIVED_ROUNDS):
-            shard.round("w2", "a")
+        shard.clear_of_w1("a")
         shard.lost("w2")
         shard.up("w1")
         assert shard.deaths("a") == [1]
@@ -635,10 +640,7 @@ class TestAfterAChangeOfLeader:
 
     def test_what_has_survived_by_the_record_is_cleared(self) -> None:
         shard = Shard()
-        rounds = 1 + SURVIVED_ROUNDS
-        shard.step(
-            Recovered(request("a"), 9, rounds, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=3, death_round=1)
-        )
+        shard.recover_surviving("a", deaths=3)
         assert shard.deaths("a") == [0]
 
     def test_what_it_has_survived_is_not_taken_back_when_that_worker_dials_again(self) -> None:
@@ -649,10 +651,7 @@ class TestAfterAChangeOfLeader:
         shard.round("w", "a")
         shard.lost("w")
         assert shard.deaths("a") == [1]
-        rounds = 1 + SURVIVED_ROUNDS
-        shard.step(
-            Recovered(request("a"), 9, rounds, 0, 0, 0.0, 0, None, lease_epoch=2, deaths=1, death_round=1)
-        )
+        shard.recover_surviving("a", deaths=1)
         shard.up("other")
         shard.emitted["a"] = 9
         shard.round("other", "a")
