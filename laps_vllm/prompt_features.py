@@ -175,6 +175,9 @@ def last_message(
     and end with the generation prompt, which begins the answer. A prompt without special tokens, save at its
     begin, is one message. Some templates write roles as text, and end each answer by one of `text_ends`: what
     follows the last of them is the message.
+
+    An image or a video is a run of one special token. The message that it ends has the words before it, back to the
+    name of its role or to the end of the answer before; if there are none, the message has no words.
     """
     places = [place for place, token in enumerate(ids) if token in special]
     end = len(ids)
@@ -183,23 +186,33 @@ def last_message(
     if places and ids[places[-1]] in text_ends and not _begins_answer(first, text_of):
         return generation_prompt
     looked_at = 0
+    wordless: Span | None = None  # after an image that nothing follows so far
     for place in reversed(places):
         begin = place + 1
         # An image or a video is thousands of special tokens, with nothing between them.
         if begin < end < len(ids):
-            if not _is_role(ids[begin:end], text_of):
+            role = _role(ids[begin:end], text_of)
+            if role is None:
                 return Span(begin, end)
             looked_at += 1
+            if wordless is not None and role:
+                return wordless
             if looked_at == MOST_NAMES:
                 return generation_prompt
+        elif begin == end < len(ids) and ids[place] == ids[end] and wordless is None:
+            wordless = Span(end + 1, end + 1)
+        if wordless is not None and ids[place] in text_ends:
+            return wordless
         end = place
-    if places and end and not _is_role(ids[:end], text_of):
+    if places and end and _role(ids[:end], text_of) is None:
         return Span(0, end)
     return generation_prompt
 
 
-def _is_role(ids: Sequence[int], text_of: _TextOf) -> bool:
-    return len(ids) <= _ROLE_TOKENS and text_of(ids).strip().lower() in ROLES
+def _role(ids: Sequence[int], text_of: _TextOf) -> str | None:
+    """Return the role that these tokens name, or "" if they are blank; None if they are neither."""
+    role = text_of(ids).strip().lower() if len(ids) <= _ROLE_TOKENS else None
+    return role if role in ROLES else None
 
 
 def _begins_answer(ids: Sequence[int], text_of: _TextOf) -> bool:

@@ -145,6 +145,37 @@ class TestTheLastMessageOfAChat:
         assert [len(found - common) for found in read.values()] == [1, 1, 1]
 
 
+IMAGE = ["<image>", *["<pad>"] * 64, "</image>"]
+
+
+class TestImages:
+    def read(self, kind: str, content: list[str], *, before: int = 3) -> tuple[str, set[int]]:
+        """Return the last message of a chat, which has this content, and the features of the whole."""
+        special, template = TEMPLATES[kind]
+        tokenizer = tokenizer_for((*special, "<image>", "<pad>", "</image>"))
+        tokenizer.eos_token = "<end>" if "<end>" in special else special[-1]
+        tokenizer.chat_template = template
+        messages = [*CHAT[:before], {"role": "user", "content": " ".join(content)}]
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        return message_in(tokenizer, ids), set(unpacked(PromptWords(tokenizer).features_of(ids, None, False)))
+
+    @pytest.mark.parametrize("content", [IMAGE, IMAGE + IMAGE, IMAGE[1:-1]], ids=["one", "two", "pads alone"])
+    @pytest.mark.parametrize("kind", ["ChatML", "Llama 3", "Gemma", "Harmony"])
+    def test_a_message_that_is_one_has_no_words(self, kind: str, content: list[str]) -> None:
+        for before in (1, 3):
+            message, features = self.read(kind, content, before=before)
+            assert message == ""
+            assert not features & set(FeatureHash().features_of("be brief fine and you"))
+
+    def test_nor_is_the_answer_before_it_read_where_no_role_is_named(self) -> None:
+        assert self.read("Mistral", IMAGE)[0] == ""
+
+    @pytest.mark.parametrize("content", [[*IMAGE, "how"], ["how", *IMAGE], ["how", *IMAGE, *IMAGE]])
+    @pytest.mark.parametrize("kind", TEMPLATES)
+    def test_the_words_of_a_message_with_one_are_read(self, kind: str, content: list[str]) -> None:
+        assert self.read(kind, content)[0].removeprefix("user ") == "how"
+
+
 class TestRolesThatAreNoSpecialTokens:
     """The only special tokens of these templates begin a text and end an answer."""
 
