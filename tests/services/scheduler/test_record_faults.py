@@ -34,6 +34,7 @@ from scheduler_svc.leader import clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, SubmitStatus
+from scheduler_svc.wire.checks import MAX_TIME_MS
 from scheduler_svc.wire.requests import Offer, offered
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
@@ -689,6 +690,17 @@ async def test_an_origin_that_makes_no_sense_restores_nothing(
     async with worker(scheduler.address, held=[held]) as gpu:
         await gpu.next("drop")
         assert await scheduler.store.unfinished_ids() == []
+
+
+@pytest.mark.parametrize("field", ["deadline_in_ms", "time_limit_ms", "grace_ms"])
+async def test_times_that_no_clock_can_reach_are_refused(scheduler: SchedulerUnderTest, field: str) -> None:
+    async with gateway(scheduler.address) as client:
+        longest = await client.submit("r1", submission_id=1, **{field: MAX_TIME_MS})
+        beyond = await client.submit("r2", submission_id=2, **{field: MAX_TIME_MS + 1})
+
+        assert longest.HasField("accepted")
+        assert beyond.refused.reason == Refused.REASON_INVALID
+        assert beyond.refused.detail.startswith(f"{field} must be at most {MAX_TIME_MS}")
 
 
 @pytest.mark.parametrize(

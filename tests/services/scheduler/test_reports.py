@@ -31,16 +31,23 @@ COUNTS = st.lists(COUNT, max_size=100)
 TIME = st.floats(allow_nan=True, allow_infinity=True)
 
 
-@given(tested=COUNTS, accepted=COUNTS, drafted=COUNT, prefilled=COUNT, times=st.tuples(*[TIME] * 7))
+@given(
+    tested=COUNTS, accepted=COUNTS, drafted=COUNT, kept=COUNT, prefilled=COUNT, times=st.tuples(*[TIME] * 7)
+)
 @settings(max_examples=200, deadline=None)
 def test_every_number_of_a_report_is_bounded(
-    tested: list[int], accepted: list[int], drafted: int, prefilled: int, times: tuple[float, ...]
+    tested: list[int],
+    accepted: list[int],
+    drafted: int,
+    kept: int,
+    prefilled: int,
+    times: tuple[float, ...],
 ) -> None:
     names = ("draft_s", "verify_s", "prefill_s", "swap_s", "idle_s", "total_s", "limit_s")
     progress = worker_pb.RequestProgress(
         request_id="r",
         drafted=drafted,
-        accepted=drafted,
+        accepted=kept,
         prefilled=prefilled,
         tested_by_position=tested,
         accepted_by_position=accepted,
@@ -54,8 +61,8 @@ def test_every_number_of_a_report_is_bounded(
     assert one.prefilled <= MAX_PREFILLED_PER_ROUND
     assert len(one.accepted_by_position) <= len(one.tested_by_position) <= MAX_POSITIONS
     assert all(count <= MAX_DRAFTED_PER_ROUND for count in one.tested_by_position)
-    for kept, compared in zip(one.accepted_by_position, one.tested_by_position, strict=False):
-        assert 0 <= kept <= compared
+    for matched, compared in zip(one.accepted_by_position, one.tested_by_position, strict=False):
+        assert 0 <= matched <= compared
     for name in names:
         seconds = getattr(heard, name)
         assert math.isfinite(seconds) and 0 <= seconds <= MAX_DURATION_S

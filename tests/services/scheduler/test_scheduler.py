@@ -460,6 +460,42 @@ async def test_two_model_pairs_that_dial_before_the_leader_has_taken_in_either_a
             assert (await intruder.next("refused")).reason == worker_pb.WorkerRefused.REASON_FINGERPRINT
 
 
+async def test_an_older_stream_of_a_gateway_that_closes_late_leaves_its_clients_to_the_newer_one(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    assert scheduler.leadership.loop is not None
+    live = scheduler.leadership.loop.clients.live
+    async with gateway(scheduler.address) as newer:
+        async with gateway(scheduler.address) as older:
+            await older.submit("r1", attachment_id="a", submission_id=1)
+            await older.submit("r2", attachment_id="b", submission_id=2)
+            assert (
+                await newer.attach("r1", attachment_id="a")
+            ).result == gateway_pb.AttachReply.RESULT_ATTACHED
+        await wait_until_async(lambda: not live["r2"].attachments, description="the older stream is closed")
+
+        assert list(live["r1"].attachments) == ["a"]
+        cancel = gateway_pb.CancelRequested(cancel_id=5, request_id="r1", tenant="anonymous")
+        await newer.send(gateway_pb.GatewayMessage(cancel=cancel))
+        _, end = await newer.read("a")
+        assert end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
+
+
+async def test_a_request_outlives_the_stream_of_its_gateway_for_the_grace_of_reattaching(
+    start: StartScheduler,
+) -> None:
+    """Its client may have none: it did not leave, its gateway died."""
+    scheduler = await start(reattach_grace_s=600.0)
+    assert scheduler.leadership.loop is not None
+    live = scheduler.leadership.loop.clients.live
+    async with gateway(scheduler.address, "g1") as first:
+        await first.submit("r1", grace_ms=0)
+    await wait_until_async(lambda: not live["r1"].attachments, description="the stream is closed")
+    async with gateway(scheduler.address, "g2") as second:
+        assert (await second.attach("r1")).result == gateway_pb.AttachReply.RESULT_ATTACHED
+        assert await scheduler.store.unfinished_ids() == ["r1"]
+
+
 async def test_cancel_ends_a_running_request_and_frees_its_worker(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
