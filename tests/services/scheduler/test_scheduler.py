@@ -481,6 +481,25 @@ async def test_an_older_stream_of_a_gateway_that_closes_late_leaves_its_clients_
         assert end.kind == gateway_pb.RequestEnd.KIND_CANCELLED
 
 
+async def test_a_message_of_an_older_stream_of_a_worker_does_not_count_for_the_newer_one(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    """It was received before the worker dialled again, and is handled afterwards: an order to drain is over then."""
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    workers = loop.roster.workers
+    async with worker(scheduler.address, "w1") as older, gateway(scheduler.address) as client:
+        await older.next("hello")
+        await wait_until_async(lambda: "w1" in workers, description="the worker is known")
+        late = workers["w1"].session
+        assert late is not None
+        async with worker(scheduler.address, "w1") as newer:
+            await wait_until_async(lambda: workers["w1"].session is not late, description="it dialled again")
+            loop.put(FromWorker(late, worker_pb.WorkerMessage(drain=worker_pb.DrainRequested())))
+            await client.submit("r1")
+            await newer.assigned("r1")
+
+
 async def test_a_request_outlives_the_stream_of_its_gateway_for_the_grace_of_reattaching(
     start: StartScheduler,
 ) -> None:
