@@ -1,8 +1,8 @@
 """The full covariance of all weights, given the first requests.
 
-A filter with a diagonal covariance (`prompt_lengths.py`) forgets that words came together: of ten words of one long
-request it raises each, and does not lower the other nine when one of them is found to be short. With many requests that is
-made up for. With few it is not, so the first ones are learned from exactly, as ridge regression on all of them does.
+A filter with a diagonal covariance (`prompt_lengths.py`) forgets which words came together: it raises all ten words of a long
+request, and does not lower nine of them when the tenth is found to be the cause. Many requests make up for that. Few do not, so the
+first ones are learned from exactly, as ridge regression on all of them does.
 
 There are far fewer requests than weights, so everything is kept by request: the variance of a new request
 beside the earlier ones, and the share of each earlier one in what is expected of it (the kernel form of Bayesian linear
