@@ -35,7 +35,10 @@ class LearnedRequest:
     __slots__ = ("features", "scale", "start", "tenant", "workload_class")
 
     def __init__(self, features: bytes, scale: float, start: float, workload_class: str, tenant: str) -> None:
-        self.features: Final = features
+        self.features: Final[list[int]] = [
+            features[at] | features[at + 1] << 8 for at in range(0, len(features), 2)
+        ]
+        """Unpacked, because they are read many times."""
         self.scale: Final = scale
         """Share of each weight in the sum."""
         self.start: Final = start
@@ -76,24 +79,21 @@ class FullCovariance:
 
     def explained(self, request: LearnedRequest) -> Explained:
         """Return what the requests so far show of this one."""
-        count = len(self.requests)
         covariances = self._covariances(request)
-        shares = [0.0] * count
+        shares = [0.0] * len(covariances)
         explained = 0.0
-        for i in range(count):
-            row = self._rows[i]
+        for row in self._rows:
             part = 0.0
-            for j in range(i + 1):
+            for j in range(len(row)):
                 part += row[j] * covariances[j]
             explained += part * part
-            for j in range(i + 1):
+            for j in range(len(row)):
                 shares[j] = shares[j] + row[j] * part
         start = request.start
-        for i in range(count):
-            start -= shares[i] * self.requests[i].start
-        features = len(request.features) // 2
+        for i, other in enumerate(self.requests):
+            start -= shares[i] * other.start
         own = (
-            WEIGHT_VARIANCE * request.scale * request.scale * features
+            WEIGHT_VARIANCE * request.scale * request.scale * len(request.features)
             + EVERYONE_VARIANCE
             + 2 * LOCATION_VARIANCE
         )
@@ -109,18 +109,15 @@ class FullCovariance:
         self.factor_variance /= 1 + self.factor_variance * found.start * gain
         factor = 1 / math.sqrt(variance)
         self._rows.append([*[-share * factor for share in found.shares], factor])
-        features = request.features
-        for at in range(0, len(features), 2):
-            i = features[at] | features[at + 1] << 8
+        for i in request.features:
             self._by_feature.setdefault(i, []).append(len(self.requests))
         self.requests.append(request)
 
     def _covariances(self, request: LearnedRequest) -> list[float]:
         """Return the covariance of this request's ln(length) with that of each earlier one."""
         common = [0] * len(self.requests)
-        features = request.features
-        for at in range(0, len(features), 2):
-            for i in self._by_feature.get(features[at] | features[at + 1] << 8, ()):
+        for feature in request.features:
+            for i in self._by_feature.get(feature, ()):
                 common[i] += 1
         covariances = []
         for i in range(len(self.requests)):

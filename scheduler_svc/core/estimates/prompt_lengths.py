@@ -239,16 +239,16 @@ class PromptLengths:
                 continue
             location.fresh += LOCATION_VARIANCE * fresh_gain
             location.warm += LOCATION_VARIANCE * warm_gain
-        fresh, warm, features = self._fresh, self._warm, request.features
+        fresh, warm = self._fresh, self._warm
         fresh_gain *= WEIGHT_VARIANCE * request.scale
         warm_gain *= WEIGHT_VARIANCE * request.scale
-        for at in range(0, len(features), 2):
-            i = features[at] | features[at + 1] << 8
-            fresh[i] = fresh[i] + fresh_gain
         if self._start:
-            for at in range(0, len(features), 2):
-                i = features[at] | features[at + 1] << 8
+            for i in request.features:
+                fresh[i] = fresh[i] + fresh_gain
                 warm[i] = warm[i] + warm_gain
+        else:
+            for i in request.features:
+                fresh[i] = fresh[i] + fresh_gain
 
     def _move(
         self,
