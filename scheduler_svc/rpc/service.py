@@ -56,6 +56,8 @@ STORE_DOWN_DETAIL = "the record is unavailable; nothing is accepted until it is 
 STORE_DOWN_RETRY_MS = 1000
 DEFAULT_QUEUE_LIMIT = 100
 MAX_QUEUE_LIMIT = 10_000
+MOST_REFUSED = 1000
+"""Refused workers that are remembered; each restart of a worker is another one."""
 
 Session = TypeVar("Session", WorkerSession, GatewaySession)
 
@@ -203,8 +205,8 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
-        self._logged_refusal = ("", "")
-        """Worker and reason of the refusal that was logged last: a worker that is refused for now dials each second."""
+        self._refused_for_now: set[str] = set()
+        """Workers whose refusal was logged, and which may be accepted later: until then each of them dials each second."""
 
     async def Connect(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
         self, request_iterator: Any, context: Any
@@ -223,12 +225,10 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         version = _version(hello.protocol_versions)
         refused = self._refusal(loop, hello, version)
         if refused is not None or version is None:
-            refusal = (hello.worker_id, refused.detail if refused else "")
-            if refusal != self._logged_refusal:
-                log.error("worker refused", worker_id=refusal[0], reason=refusal[1])
-                self._logged_refusal = refusal
+            self._log_refusal(hello.worker_id, refused)
             await context.write(worker_pb.WorkerLinkReply(leader_epoch=leadership.epoch, refused=refused))
             return
+        self._refused_for_now.discard(hello.worker_id)
         session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, hello.fingerprint, version)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
@@ -251,6 +251,16 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         finally:
             leadership.sessions.discard(session)
             loop.put(WorkerClosed(session, silent=stream.silent))
+
+    def _log_refusal(self, worker_id: str, refused: worker_pb.WorkerRefused | None) -> None:
+        known = self._refused_for_now
+        if refused is not None and refused.temporary:
+            if worker_id in known:
+                return
+            if len(known) >= MOST_REFUSED:
+                known.clear()
+            known.add(worker_id)
+        log.error("worker refused", worker_id=worker_id, reason=refused.detail if refused else "")
 
     def _refusal(
         self, loop: Loop, hello: worker_pb.WorkerHello, version: int | None

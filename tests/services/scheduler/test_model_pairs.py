@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import redis.asyncio as redis_client
+import structlog
 
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -33,12 +34,19 @@ async def generate(scheduler: SchedulerUnderTest, *request_ids: str, tokens: lis
                 await gpu.run_round(request_id, running.lease_epoch, 0, tokens)
 
 
-async def refused(scheduler: SchedulerUnderTest, fingerprint: str = WRONG) -> worker_pb.WorkerRefused:
-    async with worker(scheduler.address, "wrong", fingerprint=fingerprint) as gpu:
+async def refused(
+    scheduler: SchedulerUnderTest, fingerprint: str = WRONG, *, worker_id: str = "wrong"
+) -> worker_pb.WorkerRefused:
+    async with worker(scheduler.address, worker_id, fingerprint=fingerprint) as gpu:
         message = await gpu.wait_for(lambda m: m.WhichOneof("message") in ("hello", "refused"), "an answer")
         assert message.WhichOneof("message") == "refused", "the worker was accepted"
         found: worker_pb.WorkerRefused = message.refused
         return found
+
+
+def one_is_left(scheduler: SchedulerUnderTest) -> bool:
+    loop = scheduler.leadership.loop
+    return loop is not None and loop.begun() == 1
 
 
 async def accepted(scheduler: SchedulerUnderTest, fingerprint: str) -> None:
@@ -87,6 +95,28 @@ async def test_the_refusal_counts_the_requests_and_says_how_to_get_on(start: Sta
     assert "start a worker of that pair" in refusal.detail
     assert "wait for their deadlines" in refusal.detail
     assert "cancel them with laps-sd top" in refusal.detail
+
+
+async def test_each_worker_that_is_refused_for_now_is_logged_once_however_often_it_dials(
+    start: StartScheduler,
+) -> None:
+    first = await start()
+    await generate(first, "r1", "r2", tokens=[10, 11])
+    await first.crash()
+    second = await start()
+
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            for worker_id in ("wrong 1", "wrong 2"):
+                await refused(second, worker_id=worker_id)
+        async with grpc.aio.insecure_channel(second.address) as channel:
+            cancel = admin_pb2.CancelRequestRequest(request_id="r1")
+            await admin_pb2_grpc.AdminStub(channel).CancelRequest(cancel)
+        await wait_until_async(lambda: one_is_left(second), description="the reason has another number")
+        await refused(second, worker_id="wrong 1")
+
+    logged = [line["worker_id"] for line in lines if line["event"] == "worker refused"]
+    assert logged == ["wrong 1", "wrong 2"]
 
 
 async def test_while_a_worker_of_the_pool_is_connected_a_wrong_one_is_refused_for_good(
