@@ -99,7 +99,7 @@ class SchedulerLink:
         self.connected = False
         """True once a leader has greeted the present stream."""
         self._refused_for_now = ""
-        """Reason of the newest refusal that may pass, which is logged once."""
+        """Reason of the newest refusal that may pass, which is logged once; empty after a greeting."""
         self._version = 0
         """Protocol version of the present stream."""
         self._lists = AssignedList()
@@ -352,6 +352,7 @@ class SchedulerLink:
         self._version, self._lists = version, AssignedList()
         self.leader_epoch = reply.leader_epoch
         self.connected = True
+        self._refused_for_now = ""
         metrics.CONNECTED.set(1)
         metrics.CONNECTIONS.inc()
         log.info(

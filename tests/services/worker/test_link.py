@@ -334,6 +334,24 @@ async def test_a_worker_that_is_refused_for_now_dials_until_it_is_accepted() -> 
         assert details == ["3 requests must end first"], "the reason is logged once"
 
 
+async def test_a_refusal_after_a_greeting_is_logged_again() -> None:
+    refusal = pb.WorkerRefused(
+        reason=pb.WorkerRefused.REASON_FINGERPRINT, detail="3 requests must end first", temporary=True
+    )
+    async with scheduler() as s:
+        s.refused = refusal
+        with structlog.testing.capture_logs() as logs:
+            async with worker(s.address):
+                await wait_until_async(lambda: s.hellos >= 2, description="it has dialled again")
+                s.refused = None
+                stream = await s.greet()
+                dialled, s.refused = s.hellos, refusal
+                stream.close.set()
+                await wait_until_async(lambda: s.hellos >= dialled + 2, description="it is refused again")
+
+        assert len([line for line in logs if "refuses this worker for now" in line["event"]]) == 2
+
+
 async def test_a_worker_that_is_refused_for_now_can_be_stopped() -> None:
     async with scheduler() as s:
         s.refused = pb.WorkerRefused(reason=pb.WorkerRefused.REASON_FINGERPRINT, temporary=True)
