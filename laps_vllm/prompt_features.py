@@ -200,7 +200,8 @@ def last_message(
             if looked_at == MOST_NAMES:
                 return generation_prompt
         elif begin == end < len(ids) and ids[place] == ids[end] and wordless is None:
-            wordless = Span(end + 1, end + 1)
+            # An end that a template and a tokenizer both add is no image.
+            wordless = None if ids[end] in text_ends else Span(end + 1, end + 1)
         if wordless is not None and ids[place] in text_ends:
             return wordless
         end = place

@@ -211,6 +211,10 @@ class TestRolesThatAreNoSpecialTokens:
         prompt = f"<s>Be brief.{before}<｜User｜>A story.<｜Assistant｜>{thought}"
         assert self.message_in(prompt, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>") == "A story."
 
+    def test_an_end_that_is_there_twice_is_no_image(self) -> None:
+        prompt = "<s>Be brief.<｜User｜>A story.</s></s><｜Assistant｜>"
+        assert self.message_in(prompt, "<｜User｜>", "<｜Assistant｜>") == "A story."
+
     def test_other_added_tokens_are_text(self) -> None:
         prompt = "<s>Is <table> better\n\nthan <list>?"
         assert self.message_in(prompt, "<table>", "<list>", "\n\n") == prompt.removeprefix("<s>")
