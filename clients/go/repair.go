@@ -17,8 +17,8 @@ import (
 // laps_sd/client/repair.py.
 
 // held: a connection that was open for this long has ended the outage before it, although it brought nothing new: a request may wait
-// in the queue for longer than the time limit of an outage.
-const held = 5 * time.Second
+// in the queue for longer than the time limit of an outage, behind a proxy that cuts idle connections.
+const held = maxPause
 
 // Event is a part of a stream. One of Accepted, Delta and End is set.
 type Event struct {
@@ -147,7 +147,7 @@ func (p *progress) take(message *pb.GenerateEvent, now time.Time) (*Event, error
 }
 
 // lost returns the pause before the next call, or the error if there is to be none, which names the request, so that the caller can
-// resume it later. failed is nil if the stream closed without an end.
+// resume one that it keeps or that has the caller's key. failed is nil if the stream closed without an end.
 func (p *progress) lost(failed error, now time.Time) (time.Duration, error) {
 	if failed != nil && !p.accepted() {
 		return p.patience.pause(failed, now)

@@ -194,6 +194,24 @@ func TestAConnectionThatHeldWhileTheRequestWaitedEndsTheOutage(t *testing.T) {
 	mustFail(t, p, nil, after(91.1), codes.Unavailable)
 }
 
+func TestARequestThatWaitsBehindAProxyThatCutsIdleConnectionsIsNotGivenUp(t *testing.T) {
+	for _, cutAfter := range []time.Duration{1500 * time.Millisecond, 3 * time.Second, time.Minute} {
+		p := generation(t, &pb.GenerateRequest{}, 30*time.Second)
+		now := start
+		for cut := 0; cut < 100; cut++ {
+			if _, err := p.take(accepted("s0.r", 0), now); err != nil {
+				t.Fatal(err)
+			}
+			now = now.Add(cutAfter)
+			pause, err := p.lost(nil, now)
+			if err != nil {
+				t.Fatal(err)
+			}
+			now = now.Add(pause)
+		}
+	}
+}
+
 func TestAFullGatewayThatALostStreamComesToIsAskedAgainWhenItSays(t *testing.T) {
 	p := generation(t, &pb.GenerateRequest{}, 0)
 	take(t, p, accepted("s0.r", 0))

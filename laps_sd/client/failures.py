@@ -17,7 +17,7 @@ from laps_sd.errors import (
     retry_after_s,
 )
 
-__all__ = ["error_of", "is_lost", "may_work_later", "next_pause_s"]
+__all__ = ["MAX_PAUSE_S", "error_of", "is_lost", "may_work_later", "next_pause_s"]
 
 MAX_PAUSE_S = 1.0
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

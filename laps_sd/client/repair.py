@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import grpc
 
-from laps_sd.client.failures import error_of, may_work_later, next_pause_s
+from laps_sd.client.failures import MAX_PAUSE_S, error_of, may_work_later, next_pause_s
 from laps_sd.errors import DeadlineExceeded, LapsSdError
 from laps_sd.v1.inference_pb2 import (
     Accepted,
@@ -26,9 +26,10 @@ __all__ = ["Chosen", "Event", "Patience", "Progress", "collect"]
 Event: TypeAlias = Accepted | Delta | Ended
 Chosen: TypeAlias = tuple[int, Event]
 
-HELD_S = 5.0
+HELD_S = MAX_PAUSE_S
 """A connection that was open for this long has ended the outage before it, although it brought nothing new: a
-request may wait in the queue for longer than the time limit of an outage."""
+request may wait in the queue for longer than the time limit of an outage, behind a proxy that cuts idle connections.
+"""
 
 
 class Patience:
@@ -136,7 +137,7 @@ class Progress:
     def lost(self, error: grpc.RpcError | None, now: float) -> float:
         """Return the seconds to wait before the next call. Raise the error if there is to be none.
 
-        The error names the request, so that the caller can resume it later.
+        The error names the request, so that the caller can resume one that it keeps or that has the caller's key.
         """
         if error is not None and not self.accepted:
             return self._patience.pause_s(error, now)

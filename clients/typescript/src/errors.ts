@@ -8,7 +8,7 @@ import { BadRequestSchema, RetryInfoSchema, type BadRequest, type RetryInfo } fr
 import { StatusSchema } from "./gen/google/rpc/status_pb.js";
 
 const DETAILS_KEY = "grpc-status-details-bin";
-const MAX_PAUSE_MS = 1_000;
+export const MAX_PAUSE_MS = 1_000;
 
 /** A call that the server refused, or that could not be completed. `code` is the name of the gRPC status. */
 export class LapsSdError extends Error {

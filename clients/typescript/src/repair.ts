@@ -6,7 +6,7 @@ import { randomBytes } from "node:crypto";
 import { create } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
 
-import { DeadlineExceeded, LapsSdError, errorOf, mayWorkLater, nextPauseMs } from "./errors.js";
+import { DeadlineExceeded, LapsSdError, MAX_PAUSE_MS, errorOf, mayWorkLater, nextPauseMs } from "./errors.js";
 import {
   CursorSchema,
   DeltaSchema,
@@ -32,9 +32,9 @@ export type StreamEvent = Part & { readonly choice: number };
 
 /**
  * A connection that was open for this long has ended the outage before it, although it brought nothing new: a request may wait in
- * the queue for longer than the time limit of an outage.
+ * the queue for longer than the time limit of an outage, behind a proxy that cuts idle connections.
  */
-const HELD_MS = 5_000;
+const HELD_MS = MAX_PAUSE_MS;
 
 /** Time limit for repeating a call that has had no effect yet. */
 export class Patience {
@@ -149,7 +149,7 @@ export class Progress {
 
   /**
    * Returns the pause before the next call. Throws the error if there is to be none, which names the request, so that the caller
-   * can resume it later. `undefined`: the stream closed without an end.
+   * can resume one that it keeps or that has the caller's key. `undefined`: the stream closed without an end.
    */
   lost(failed: ServiceError | undefined, now: number): number {
     if (failed !== undefined && !this.accepted) return this.#patience.pauseMs(failed, now);

@@ -135,6 +135,18 @@ test("a connection that held while the request waited in the queue ends the outa
   assert.throws(() => progress.lost(undefined, 91_000), Unavailable);
 });
 
+test("a request that waits behind a proxy that cuts idle connections is not given up", () => {
+  for (const cutAfterMs of [1_500, 3_000, 60_000]) {
+    const progress = new Progress(makeRequest("x"), PATIENT, 0);
+    let now = 0;
+    for (let cut = 0; cut < 100; cut++) {
+      progress.take(accepted(), now);
+      now += cutAfterMs;
+      now += progress.lost(undefined, now);
+    }
+  }
+});
+
 test("a full gateway that a lost stream comes to is asked again when it says", () => {
   const progress = new Progress(makeRequest("x"), { ...PATIENT, retryMs: 0 }, 0);
   take(progress, accepted());

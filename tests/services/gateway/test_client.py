@@ -361,6 +361,17 @@ class TestAsyncClient:
         with pytest.raises(Unavailable):
             progress.lost(None, 91.1)
 
+    @pytest.mark.parametrize("cut_after_s", [1.5, 3.0, 60.0])
+    def test_a_request_that_waits_behind_a_proxy_that_cuts_idle_connections_is_not_given_up(
+        self, cut_after_s: float
+    ) -> None:
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        now = 0.0
+        for _ in range(100):
+            progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), now)
+            now += cut_after_s
+            now += progress.lost(None, now)
+
     async def test_a_full_gateway_that_a_lost_stream_comes_to_is_asked_again_when_it_says(self) -> None:
         progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=0.0, now=0.0)
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 1.0)
