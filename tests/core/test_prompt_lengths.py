@@ -333,6 +333,29 @@ class TestFirstRequests:
         assert after[0] < 1.2 * before[0]
         assert after[1] > 3 * before[1]
 
+    def test_the_weights_of_others_change_only_when_a_prediction_reads_them(self) -> None:
+        """In a burst many requests that run are learned from before the next prediction."""
+        lengths = learned([(packed(range(200, 210)), 5)] * 40)
+        lengths.predict(packed([1]), "", "")
+        before = lengths._fresh[200]
+        for tokens in (100, 200, 400):
+            lengths.outlived(packed(range(300, 310)), "", "", tokens)
+        assert lengths._fresh[200] == before
+        lengths.predict(packed([1]), "", "")
+        assert lengths._fresh[200] < before
+
+    def test_it_predicts_the_same_however_often_it_has_predicted(self) -> None:
+        seldom, often = PromptLengths(), PromptLengths()
+        for number, (words, length) in enumerate(prompts(LEARNED_EXACTLY + 10)):
+            expected = often.predict(words, "", "")
+            for lengths in (seldom, often):
+                if number % 3 == 0:
+                    lengths.outlived(words, "", "", max(1, length // 2))
+                before = lengths.learn(words, "", "", length, cut=number % 5 == 0)
+            assert number % 3 == 0 or before == expected
+        for words, _ in prompts(40, seed=2):
+            assert seldom.predict(words, "", "") == pytest.approx(often.predict(words, "", ""))
+
     def test_after_them_it_goes_on_learning(self) -> None:
         asked = prompts(200, seed=2, spread=0.01)
         lengths = learned(prompts(LEARNED_EXACTLY))

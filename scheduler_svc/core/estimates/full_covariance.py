@@ -9,6 +9,9 @@ beside the earlier ones, and the share of each earlier one in what is expected o
 regression: Rasmussen and Williams 2006, chapter 2). Each request adds a row to the inverse of the Cholesky
 factor of their covariance.
 
+An observation moves the weights of all requests so far, which takes long. So what it adds to the weights of the earlier
+ones is kept by request too, until weights are read one by one.
+
 The start weights are kept apart, since only one of the two sums has them: what is known of their factor is the regression
 of what the weights leave over on what they leave over of the start weights' sum.
 """
@@ -69,6 +72,11 @@ class FullCovariance:
 
     def __init__(self) -> None:
         self.requests: Final[list[LearnedRequest]] = []
+        self.fresh_gains: Final[list[float]] = []
+        self.warm_gains: Final[list[float]] = []
+        """What is to be added to the weights of each request in either sum, per their variance and the request's scale."""
+        self.has_gains = False
+        """Whether any of these is not 0."""
         self.start_shares: Final[list[float]] = []
         """Share of each request in the factor of the start weights, per its variance."""
         self.factor_variance = START_VARIANCE
@@ -77,9 +85,9 @@ class FullCovariance:
         self._by_feature: Final[dict[int, list[int]]] = {}
         """The requests that have each feature."""
 
-    def explained(self, request: LearnedRequest) -> Explained:
-        """Return what the requests so far show of this one."""
-        covariances = self._covariances(request)
+    def explained(self, request: LearnedRequest, common: list[int]) -> Explained:
+        """Return what the requests so far show of this one; `common` is what `common_features` returned."""
+        covariances = self._covariances(request, common)
         shares = [0.0] * len(covariances)
         explained = 0.0
         for row in self._rows:
@@ -112,13 +120,29 @@ class FullCovariance:
         for i in request.features:
             self._by_feature.setdefault(i, []).append(len(self.requests))
         self.requests.append(request)
+        self.fresh_gains.append(0.0)
+        self.warm_gains.append(0.0)
 
-    def _covariances(self, request: LearnedRequest) -> list[float]:
-        """Return the covariance of this request's ln(length) with that of each earlier one."""
+    def common_features(self, features: bytes) -> list[int]:
+        """Return how many of these features each request has."""
         common = [0] * len(self.requests)
-        for feature in request.features:
-            for i in self._by_feature.get(feature, ()):
+        for at in range(0, len(features), 2):
+            for i in self._by_feature.get(features[at] | features[at + 1] << 8, ()):
                 common[i] += 1
+        return common
+
+    def gained(self, scale: float, common: list[int]) -> tuple[float, float]:
+        """Return what the gains add to both sums of a request with these features in common."""
+        fresh = warm = 0.0
+        for i in range(len(self.requests)):
+            if common[i]:
+                share = WEIGHT_VARIANCE * scale * self.requests[i].scale * common[i]
+                fresh += share * self.fresh_gains[i]
+                warm += share * self.warm_gains[i]
+        return fresh, warm
+
+    def _covariances(self, request: LearnedRequest, common: list[int]) -> list[float]:
+        """Return the covariance of this request's ln(length) with that of each earlier one."""
         covariances = []
         for i in range(len(self.requests)):
             other = self.requests[i]

@@ -136,7 +136,10 @@ class PromptLengths:
     def predict(self, features: bytes, workload_class: str, tenant: str) -> float | None:
         """Return the predicted output tokens of a request with these packed features; None without features,
         and while too little is known."""
-        return self._predicted(self._sums(features, workload_class, tenant)) if features else None
+        if not features:
+            return None
+        self._settle()
+        return self._predicted(self._sums(features, workload_class, tenant))
 
     def _predicted(self, sums: _Sums) -> float | None:
         if self.learned < LEARNED_ENOUGH and not self._start:
@@ -151,7 +154,8 @@ class PromptLengths:
         """
         if not features:
             return None
-        sums = self._sums(features, workload_class, tenant)
+        common = self._common(features)
+        sums = self._sums(features, workload_class, tenant, common)
         before = self._predicted(sums)
         log_length = math.log(length)
         if cut:
@@ -170,7 +174,7 @@ class PromptLengths:
             # This only reduces the variances, for when the diagonal ones are all that there is.
             self._move(features, sums, 0.0, 0.0, weight, workload_class, tenant, ended=True)
             self._move_exactly(
-                features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True
+                features, common, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True
             )
         self.learned += 1
         return before
@@ -181,19 +185,40 @@ class PromptLengths:
         """
         if not features:
             return None
-        sums = self._sums(features, workload_class, tenant)
+        common = self._common(features)
+        sums = self._sums(features, workload_class, tenant, common)
         before = self._predicted(sums)
         log_tokens = math.log(tokens)
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
-        if weight >= LEAST_WEIGHT:
-            move = self._move if self._first is None else self._move_exactly
-            errors = _limited(fresh_error), _limited(warm_error)
-            move(features, sums, *errors, weight, workload_class, tenant, ended=False)
+        if weight < LEAST_WEIGHT:
+            return before
+        fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
+        if self._first is None:
+            self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=False)
+        else:
+            self._move_exactly(
+                features, common, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=False
+            )
         return before
+
+    def _common(self, features: bytes) -> list[int]:
+        """Return how many of these features each of the first requests has; empty once these are learned."""
+        return [] if self._first is None else self._first.common_features(features)
+
+    def _settle(self) -> None:
+        """Add what the weights of the first requests have gained to the weights, to read these one by one."""
+        first = self._first
+        if first is None or not first.has_gains:
+            return
+        for i in range(len(first.requests)):
+            self._add_to_weights(first.requests[i], first.fresh_gains[i], first.warm_gains[i])
+            first.fresh_gains[i] = first.warm_gains[i] = 0.0
+        first.has_gains = False
 
     def _move_exactly(
         self,
         features: bytes,
+        common: list[int],
         sums: _Sums,
         fresh_error: float,
         warm_error: float,
@@ -209,24 +234,29 @@ class PromptLengths:
         _newest(self._classes, workload_class, MOST_CLASSES)
         _newest(self._tenants, tenant, MOST_TENANTS)
         request = LearnedRequest(features, sums.scale, sums.start, workload_class, tenant)
-        found = first.explained(request)
+        found = first.explained(request, common)
         error_variance = ERROR_VARIANCE / weight
         start = first.factor_variance * found.start
         total = found.variance + error_variance
         fresh_gain, warm_gain = fresh_error / total, warm_error / (total + start * found.start)
         self._factor += start * warm_gain
-        self._add(request, fresh_gain, warm_gain)
+        self._add_to_weights(request, fresh_gain, warm_gain)
+        self._add_to_locations(request, fresh_gain, warm_gain)
         for i in range(len(first.requests)):
             share = found.shares[i]
             warm_share = share + start * first.start_shares[i]
-            self._add(first.requests[i], -share * fresh_gain, -warm_share * warm_gain)
+            first.fresh_gains[i] = first.fresh_gains[i] - share * fresh_gain
+            first.warm_gains[i] = first.warm_gains[i] - warm_share * warm_gain
+            self._add_to_locations(first.requests[i], -share * fresh_gain, -warm_share * warm_gain)
+        first.has_gains = True
         if ended:
             first.add(request, found, error_variance)
             if len(first.requests) == LEARNED_EXACTLY:
+                self._settle()
                 self._first = None
 
-    def _add(self, request: LearnedRequest, fresh_gain: float, warm_gain: float) -> None:
-        """Add this request, times these gains and their variances, to the weights and locations of both sums."""
+    def _add_to_locations(self, request: LearnedRequest, fresh_gain: float, warm_gain: float) -> None:
+        """Add these gains, times the variances, to the locations of this request in both sums."""
         everyone = self._everyone
         everyone.fresh += EVERYONE_VARIANCE * fresh_gain
         everyone.warm += EVERYONE_VARIANCE * warm_gain
@@ -239,6 +269,9 @@ class PromptLengths:
                 continue
             location.fresh += LOCATION_VARIANCE * fresh_gain
             location.warm += LOCATION_VARIANCE * warm_gain
+
+    def _add_to_weights(self, request: LearnedRequest, fresh_gain: float, warm_gain: float) -> None:
+        """Add these gains, times the variance and the request's scale, to its weights in both sums."""
         fresh, warm = self._fresh, self._warm
         fresh_gain *= WEIGHT_VARIANCE * request.scale
         warm_gain *= WEIGHT_VARIANCE * request.scale
@@ -305,7 +338,10 @@ class PromptLengths:
                 variance -= variance * variance * shrinks
                 variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
 
-    def _sums(self, features: bytes, workload_class: str, tenant: str) -> _Sums:
+    def _sums(
+        self, features: bytes, workload_class: str, tenant: str, common: list[int] | None = None
+    ) -> _Sums:
+        """Return both sums of a request. `common` (see `_common`) is needed where the weights are not settled."""
         of_class = self._classes.get(workload_class, _NOWHERE)
         of_tenant = self._tenants.get(tenant, _NOWHERE)
         everyone = self._everyone
@@ -325,9 +361,19 @@ class PromptLengths:
                 fresh += fresh_weights[features[at] | features[at + 1] << 8]
             warm = fresh
         start *= scale
+        fresh_gained = warm_gained = 0.0
+        if self._first is not None and common is not None:
+            fresh_gained, warm_gained = self._first.gained(scale, common)
+            if not start_weights:
+                warm_gained = fresh_gained
         return _Sums(
-            everyone.fresh + of_class.fresh + of_tenant.fresh + scale * fresh,
-            everyone.warm + of_class.warm + of_tenant.warm + scale * warm + self._factor * start,
+            everyone.fresh + of_class.fresh + of_tenant.fresh + scale * fresh + fresh_gained,
+            everyone.warm
+            + of_class.warm
+            + of_tenant.warm
+            + scale * warm
+            + warm_gained
+            + self._factor * start,
             scale,
             start,
         )
@@ -389,6 +435,7 @@ class PromptLengths:
         return True
 
     def _encoded(self) -> str:
+        self._settle()
         raw = bytearray(3 * FEATURES)
         for i in range(FEATURES):
             if self._variances[i] != WEIGHT_VARIANCE:
