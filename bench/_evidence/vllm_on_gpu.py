@@ -30,7 +30,7 @@ FINDINGS = (
 """Sentences that follow from the measured runs; they are written by hand."""
 ONE_KIND_FINDINGS = (
     "- *Class* is the same as *no hint* here, since all requests have one: 0.90 and 0.83, 0.93 and 1.07. So far apart are two runs of the same scheduler; steps with prompts took 8.7 to 12.1 ms in these four.",
-    "  At load 1.2 the true lengths gain 0.13, FCFS had the shortest such steps but one and *learnt before* the longest. Computed with equal times for all, over four seeds, *no hint* has 0.94 in the burst and 0.91 in the load.",
+    "  At load 1.2 the true lengths gain 0.13, FCFS had the shortest such steps but one and *learnt before* the longest. Computed with equal times for all, over four seeds, *no hint* has 0.94 in the burst and 0.92 in the load.",
     "- *While a full batch waits*, tokens per second are 1.05 to 1.12 of FCFS's, whose steps with prompts were slower in that run.",
     "- *Where lengths hardly differ, no order gains much, and the slowest wait far longer*: 1.8 to 3.5 times as long at load 1.2.",
 )
@@ -56,7 +56,7 @@ def vllm_on_gpu(path: Path) -> Iterator[str]:
     measured = [row for row in rows if row["measured"] == "shape"]
     yield from ("## Inside vLLM on a GPU", "")
     yield f"{about['machine']} vLLM {about['vllm']}, its second model runner, async scheduling, an {about['shape']['shape'].upper()} shape in {about['shape']['dtype']} with weights at random and vLLM's default compilation:"
-    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, on another machine of that kind, before prompts were read as words."
+    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, on another machine of that kind, before prompts were read as words. Both runs are older than the exact learning from the first 128 requests ([decision 0035](decisions/0035-lengths-are-learned-from-hashed-words.md)); *computed* is with it."
     yield ""
     computed = newest(COMPUTED)
     cells = [] if computed is None else [row for row in read_rows(computed)[0] if row["computed"] == "cell"]
