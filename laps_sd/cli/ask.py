@@ -47,7 +47,7 @@ MaxTokensOption = Annotated[
     typer.Option(
         min=1,
         max=MAX_COUNT,
-        help="Maximum number of output tokens (default: the gateway's).",
+        help="Maximum number of output tokens (default: the model's or the gateway's).",
         show_default=False,
         rich_help_panel=SAMPLING,
     ),
@@ -56,7 +56,7 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="Sampling temperature; 0 is greedy (default: 1).",
+        help="Sampling temperature; 0 is greedy (default: the model's, else 1).",
         show_default=False,
         rich_help_panel=SAMPLING,
     ),
@@ -66,7 +66,7 @@ TopPOption = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Nucleus sampling (default: 1, off).",
+        help="Nucleus sampling (default: the model's, else 1, off).",
         show_default=False,
         rich_help_panel=SAMPLING,
     ),
@@ -76,7 +76,7 @@ TopKOption = Annotated[
     typer.Option(
         min=0,
         max=MAX_COUNT,
-        help="Sample among this many most likely tokens (default: 0, off).",
+        help="Sample among this many most likely tokens (default: the model's, else 0, off).",
         show_default=False,
         rich_help_panel=SAMPLING,
     ),

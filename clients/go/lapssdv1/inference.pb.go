@@ -1105,13 +1105,13 @@ func (x *TokenIds) GetIds() []uint32 {
 	return nil
 }
 
-// Absent fields take the gateway's configured defaults.
+// Absent fields are as the model's generation_config.json recommends (LAPS_SD_GENERATION_CONFIG of the gateway), else as named here.
 type SamplingParams struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Largest number of output tokens. Default: what the context leaves, within the gateway's limit.
+	// Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway (1024), or what the context leaves if that is less.
 	MaxTokens *uint32 `protobuf:"varint,1,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
 	// 0 is greedy, and so is any value between 0 and 0.00001. Default 1.
 	Temperature *float32 `protobuf:"fixed32,2,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`

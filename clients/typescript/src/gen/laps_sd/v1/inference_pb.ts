@@ -489,13 +489,13 @@ export const TokenIdsSchema: GenMessage<TokenIds> = /*@__PURE__*/
   messageDesc(file_laps_sd_v1_inference, 7);
 
 /**
- * Absent fields take the gateway's configured defaults.
+ * Absent fields are as the model's generation_config.json recommends (LAPS_SD_GENERATION_CONFIG of the gateway), else as named here.
  *
  * @generated from message laps_sd.v1.SamplingParams
  */
 export type SamplingParams = Message<"laps_sd.v1.SamplingParams"> & {
   /**
-   * Largest number of output tokens. Default: what the context leaves, within the gateway's limit.
+   * Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway (1024), or what the context leaves if that is less.
    *
    * @generated from field: optional uint32 max_tokens = 1;
    */
