@@ -98,12 +98,13 @@ def bench(
     if name == "--version":
         print_version(True)
     folder = _checkout() / "bench"
-    names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    programs = [path for path in folder.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")]
+    names = sorted(path.stem.replace("_", "-") for path in programs if not path.stem.startswith("_"))
     if name is None or name in ("--help", "-h"):
         print("Usage: laps-sd bench NAME [ARGUMENT ...]\n")
         print("Benchmarks: " + (", ".join(names) or "none yet"))
         return
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name.replace("-", "_") not in names:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name.replace("_", "-") not in names:
         raise StartupError(f"There is no benchmark {name!r}; there are: {', '.join(names) or 'none yet'}.")
     root = folder.parent
     # The current directory stays: paths in the arguments, and those that are printed, are relative to it.

@@ -880,6 +880,20 @@ def test_a_draft_of_another_tokenizer_is_refused_before_anything_starts(tmp_path
     assert "ready" not in done.stderr
 
 
+def test_bench_lists_the_files_that_are_programs_by_the_names_that_pages_use(tmp_path):
+    (tmp_path / "laps_sd" / "cli").mkdir(parents=True)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "draft_lengths.py").write_text('if __name__ == "__main__":\n    print("ran")\n')
+    (tmp_path / "bench" / "report.py").write_text("def table():\n    pass\n")
+
+    listed = as_a_process("bench", cwd=tmp_path)
+    helper = as_a_process("bench", "report", cwd=tmp_path)
+
+    assert listed.stdout.splitlines()[-1] == "Benchmarks: draft-lengths"
+    assert (helper.returncode, helper.stdout) == (1, "")
+    assert "There is no benchmark 'report'; there are: draft-lengths." in helper.stderr
+
+
 def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path):
     """A benchmark of the gateway does not hide the gateway from the others."""
     (tmp_path / "laps_sd" / "cli").mkdir(parents=True)
@@ -887,7 +901,7 @@ def test_bench_runs_a_file_of_the_checkout_with_the_remaining_arguments(tmp_path
     (tmp_path / "bench" / "__init__.py").touch()
     (tmp_path / "bench" / "gateway.py").touch()
     (tmp_path / "bench" / "hello_world.py").write_text(
-        "import sys; import gateway.calls; print(sys.argv[1:]); sys.exit(3)"
+        'if __name__ == "__main__":\n    import sys; import gateway.calls; print(sys.argv[1:]); sys.exit(3)\n'
     )
 
     done = as_a_process("bench", "hello-world", "--json", "x", cwd=tmp_path)
