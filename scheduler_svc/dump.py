@@ -68,7 +68,8 @@ def record(
             print(f"laps-sd record: {problem}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
     except StoreUnavailable as error:
-        print(f"laps-sd record: {error}. --redis-url or LAPS_SD_REDIS_URL names another", file=sys.stderr)  # noqa: T201
+        reason = str(error).rstrip(".")  # the client's sentence ends with one, or with two
+        print(f"laps-sd record: {reason}. --redis-url or LAPS_SD_REDIS_URL names another", file=sys.stderr)  # noqa: T201
         raise typer.Exit(1) from None
     except StoreError as error:
         print(f"laps-sd record: {error}", file=sys.stderr)  # noqa: T201

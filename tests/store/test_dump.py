@@ -327,7 +327,7 @@ def test_an_error_is_one_sentence_and_an_exit_code() -> None:
 
     assert (away.returncode, away.stdout) == (1, "")
     assert away.stderr.startswith("laps-sd record: the record cannot be reached: ")
-    assert away.stderr.endswith(". --redis-url or LAPS_SD_REDIS_URL names another\n")
+    assert away.stderr.endswith("). --redis-url or LAPS_SD_REDIS_URL names another\n"), away.stderr
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert wrong.stderr.startswith("laps-sd record: LAPS_SD_REDIS_URL must be redis://")
     assert (apart.returncode, apart.stderr) == (2, "laps-sd record: --tokens needs --json.\n")
