@@ -246,7 +246,10 @@ def _gather(
         except ValueError as error:
             shown = "a value that is not shown" if fields[name].metadata.get("secret") else repr(given)
             found.append(f"{variable(name)} must be {error}, got {shown}.")
-    if found:
+    if found:  # no settings are made then, so their bounds are checked here
+        found += [
+            problem for name, value in values.items() for problem in _bound_problems(fields[name], value)
+        ]
         raise ConfigError(found)
     return values, origins
 

@@ -105,6 +105,16 @@ def test_all_problems_are_said_at_once():
     assert len(caught.value.problems) == 2
 
 
+def test_a_value_that_cannot_be_read_and_one_out_of_bounds_are_said_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load(Sample, environ={"LAPS_SD_SLOTS": "many", "LAPS_SD_LEASE_S": "0"})
+
+    assert sorted(problem.partition(" must be ")[0] for problem in caught.value.problems) == [
+        "LAPS_SD_LEASE_S",
+        "LAPS_SD_SLOTS",
+    ]
+
+
 def test_a_setting_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="There is no setting named slotz"):
         load(Sample, {"slotz": 1}, {})
