@@ -64,7 +64,7 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
             place.append(f"level {e.level}")
         if e.HasField("perceptible"):
             place.append("perceptible" if e.perceptible else "non-perceptible")
-        lines.append(", ".join([*place, f"{e.ahead} requests before it{_why_ahead(e)}"]))
+        lines.append(", ".join([*place, f"{_requests(e.ahead)} before it{_why_ahead(e)}"]))
         if e.ordered_by:
             lines.append(f"ordered by {e.ordered_by}")
         if e.waits_for:
@@ -90,6 +90,10 @@ def explanation_lines(e: pb.Explanation) -> list[str]:
     )
     lines += [f"  {line.at_s:9.3f} s  {line.what:<12} {line.detail}".rstrip() for line in e.story]
     return lines
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"
 
 
 def _why_ahead(e: pb.Explanation) -> str:
@@ -124,7 +128,7 @@ def queue(
     request = admin_pb2.ListQueueRequest(limit=limit)
 
     def tables(reply: admin_pb2.ListQueueResponse) -> list[RenderableType]:
-        total = f"{reply.total} requests" + (f", by {reply.policy}" if reply.policy else "")
+        total = _requests(reply.total) + (f", by {reply.policy}" if reply.policy else "")
         return [*_outage(reply), queue_table(reply, output_width()), Text(total)]
 
     with _admin(scheduler, tls_ca, tls_cert, tls_key) as call:

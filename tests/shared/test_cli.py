@@ -256,10 +256,13 @@ def test_explain_names_level_and_perceptible_where_the_policy_has_them():
     by_level = explanation_lines(waits)
     waits.perceptible = False
     by_both = explanation_lines(waits)
+    waits.ahead = 1
+    behind_one = explanation_lines(waits)
 
     assert plain[1:3] == ["policy fcfs, 3 requests before it", "ordered by its turn"]
     assert by_level[1] == "policy mlfq, level 0, 3 requests before it"
     assert by_both[1] == "policy mlfq, level 0, non-perceptible, 3 requests before it"
+    assert behind_one[1] == "policy mlfq, level 0, non-perceptible, 1 request before it"
 
 
 def test_explain_says_what_puts_others_before_it_and_what_it_waits_for():
