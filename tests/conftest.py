@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import gateway  # noqa: F401 -- before gRPC, for which it sets a variable
 from laps_sd.stack.local import LocalStack
 from tests import helpers
 
