@@ -679,9 +679,10 @@ def test_a_signal_is_heard_when_nobody_reads_the_log_any_more():
 def test_wrong_settings_are_sentences_and_exit_code_2():
     with start(LAPS_SD_DRAIN_S="-3", LAPS_SD_GRPC_PORT="many") as process:
         assert process.wait(20) == 2
-        assert (
-            process.stderr.read() == "laps-sd test: LAPS_SD_GRPC_PORT must be a whole number, got 'many'.\n"
-        )
+        assert process.stderr.read().splitlines() == [
+            "laps-sd test: LAPS_SD_GRPC_PORT must be a whole number, got 'many'.",
+            "laps-sd test: LAPS_SD_DRAIN_S must be at least 0.0 s, got -3.0.",
+        ]
 
 
 def test_a_port_in_use_is_exit_code_1_and_one_sentence():
