@@ -379,4 +379,4 @@ def test_another_model_over_the_same_data_waits_for_the_requests_that_were_begun
             [entry] = admin.ListQueue(admin_pb2.ListQueueRequest()).entries
             admin.CancelRequest(admin_pb2.CancelRequestRequest(request_id=entry.request_id))
         with after, Client(after.grpc("gateway-0")) as client:
-            assert client.generate(PROMPT, max_tokens=3).text
+            assert client.generate(PROMPT, max_tokens=3, ignore_eos=True).end.usage.completion_tokens == 3
