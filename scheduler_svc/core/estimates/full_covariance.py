@@ -5,7 +5,7 @@ request, and does not lower nine of them when the tenth is found to be the cause
 first ones are learned from exactly, as ridge regression on all of them does.
 
 There are far fewer requests than weights, so everything is kept by request: the variance of a new request
-beside the earlier ones, and the share of each earlier one in what is expected of it (the kernel form of Bayesian linear
+given the earlier ones, and the share of each earlier one in what is expected of it (the kernel form of Bayesian linear
 regression: Rasmussen and Williams 2006, chapter 2). Each request adds a row to the inverse of the Cholesky
 factor of their covariance.
 
@@ -33,7 +33,7 @@ START_VARIANCE: Final = 0.25
 
 @final
 class LearnedRequest:
-    """What a request's length is a sum of."""
+    """Holds what the ln(length) of a request is a sum of."""
 
     __slots__ = ("features", "scale", "start", "tenant", "workload_class")
 
@@ -52,7 +52,7 @@ class LearnedRequest:
 
 @final
 class Explained:
-    """What earlier requests show of another one."""
+    """Holds what earlier requests show of another one."""
 
     __slots__ = ("shares", "start", "variance")
 

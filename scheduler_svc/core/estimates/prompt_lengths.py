@@ -168,14 +168,9 @@ class PromptLengths:
         fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
         self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
         self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
-        if self._first is None:
-            self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
-        else:
-            # This only reduces the variances, for when the diagonal ones are all that there is.
-            self._move(features, sums, 0.0, 0.0, weight, workload_class, tenant, ended=True)
-            self._move_exactly(
-                features, common, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True
-            )
+        self._observe(
+            features, common, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True
+        )
         self.learned += 1
         return before
 
@@ -190,16 +185,34 @@ class PromptLengths:
         before = self._predicted(sums)
         log_tokens = math.log(tokens)
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
-        if weight < LEAST_WEIGHT:
-            return before
-        fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
-        if self._first is None:
-            self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=False)
-        else:
-            self._move_exactly(
-                features, common, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=False
-            )
+        if weight >= LEAST_WEIGHT:
+            errors = _limited(fresh_error), _limited(warm_error)
+            self._observe(features, common, sums, *errors, weight, workload_class, tenant, ended=False)
         return before
+
+    def _observe(
+        self,
+        features: bytes,
+        common: list[int],
+        sums: _Sums,
+        fresh_error: float,
+        warm_error: float,
+        weight: float,
+        workload_class: str,
+        tenant: str,
+        *,
+        ended: bool,
+    ) -> None:
+        """Move everything that the sums were made of towards the observed length: exactly for the first requests, by the
+        diagonal variances later."""
+        if self._first is None:
+            self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=ended)
+            return
+        if ended:
+            # This only reduces the variances, for when the diagonal ones are all that there is.
+            self._move(features, sums, 0.0, 0.0, weight, workload_class, tenant, ended=True)
+        request = LearnedRequest(features, sums.scale, sums.start, workload_class, tenant)
+        self._move_exactly(self._first, request, common, fresh_error, warm_error, weight, ended=ended)
 
     def _common(self, features: bytes) -> list[int]:
         """Return how many of these features each of the first requests has; empty once these are learned."""
@@ -217,23 +230,18 @@ class PromptLengths:
 
     def _move_exactly(
         self,
-        features: bytes,
+        first: FullCovariance,
+        request: LearnedRequest,
         common: list[int],
-        sums: _Sums,
         fresh_error: float,
         warm_error: float,
         weight: float,
-        workload_class: str,
-        tenant: str,
         *,
         ended: bool,
     ) -> None:
-        """Move everything as `_move` does, but with the full covariance, which the first requests give."""
-        first = self._first
-        assert first is not None
-        _newest(self._classes, workload_class, MOST_CLASSES)
-        _newest(self._tenants, tenant, MOST_TENANTS)
-        request = LearnedRequest(features, sums.scale, sums.start, workload_class, tenant)
+        """Move everything by the full covariance, which the first requests give."""
+        _newest(self._classes, request.workload_class, MOST_CLASSES)
+        _newest(self._tenants, request.tenant, MOST_TENANTS)
         found = first.explained(request, common)
         error_variance = ERROR_VARIANCE / weight
         start = first.factor_variance * found.start
@@ -295,8 +303,8 @@ class PromptLengths:
         *,
         ended: bool,
     ) -> None:
-        """Move everything that the sums were made of towards the observed length. Variances change with a request
-        that has `ended` only: the end of the others will be observed too."""
+        """Move everything by the diagonal variances. These change with a request that has `ended` only: the end of the
+        others will be observed too."""
         variances, fresh, warm, size = self._variances, self._fresh, self._warm, len(features)
         scale, start = sums.scale, sums.start
         locations = [
