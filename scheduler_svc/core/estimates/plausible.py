@@ -114,6 +114,9 @@ def _check_tenants(field: str, found: Mapping[str, Any]) -> None:
     tenants, pairs = found.get("tenants", {}), found.get("tenants_by_class", ())
     check_size(field, tenants, calibration.MOST_TENANTS)
     check_size(field, pairs, calibration.MOST_TENANTS)
+    for pair in pairs:
+        if not all(isinstance(name, str) for name in pair[:2]):
+            raise ValueError(f"{field}.tenants_by_class must begin with two names, got {pair[:2]!r:.40}")
     for sums in [*tenants.values(), *[sums[2:] for sums in pairs]]:
         _check_history(field, *sums)
 
