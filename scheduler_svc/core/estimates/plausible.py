@@ -93,6 +93,8 @@ def _check_cost(found: Mapping[str, Any]) -> None:
 def _check_class(field: str, found: Mapping[str, Any]) -> None:
     sums, positions = found["acceptance"], found["positions"]
     _check_sums(f"{field}.acceptance", sums.values())
+    # Its root is taken.
+    within(f"{field}.acceptance.sum_within", sums["sum_within"], 0, MOST)
     within(f"{field}.acceptance.rounds", sums["rounds"], 0, SLACK * acceptance.FORGET_ROUNDS)
     within(f"{field}.acceptance.requests", sums["requests"], 0, SLACK * acceptance.FORGET_REQUESTS)
     within(f"{field}.positions.rounds", positions["rounds"], 0, SLACK * acceptance.FORGET_ROUNDS)
