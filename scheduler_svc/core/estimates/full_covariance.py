@@ -4,13 +4,13 @@ A filter with a diagonal covariance (`prompt_lengths.py`) forgets which words ca
 request, and does not lower nine of them when the tenth is found to be the cause. Many requests make up for that. Few do not, so the
 first ones are learned from exactly, as ridge regression on all of them does.
 
-There are far fewer requests than weights, so everything is kept by request: the variance of a new request
-given the earlier ones, and the share of each earlier one in what is expected of it (the kernel form of Bayesian linear
+There are far fewer requests than weights, so everything is kept by request (the kernel form of Bayesian linear
 regression: Rasmussen and Williams 2006, chapter 2). Each request adds a row to the inverse of the Cholesky
-factor of their covariance.
+factor of their covariance. Multiplied by these rows, the covariances of a new request with the earlier ones become
+parts that are independent of each other: the sum of their squares is the variance that the earlier ones explain.
 
-An observation moves the weights of all requests so far, which takes long. So what it adds to the weights of the earlier
-ones is kept by request too, until weights are read one by one.
+An observation moves the weights of all requests so far, which takes long. In those parts it is one number for each
+request, so what is to be added to weights is kept in them until weights are read one by one.
 
 The start weights are kept apart, since only one of the two sums has them: what is known of their factor is the regression
 of what the weights leave over on what they leave over of the start weights' sum.
@@ -52,18 +52,30 @@ class LearnedRequest:
 
 @final
 class Explained:
-    """Holds what earlier requests show of another one."""
+    """Holds what the first requests show of another one."""
 
-    __slots__ = ("shares", "start", "variance")
+    __slots__ = ("fresh", "parts", "request", "start", "variance", "warm")
 
-    def __init__(self, shares: list[float], start: float, variance: float) -> None:
-        self.shares: Final = shares
-        """Share of each earlier request's ln(length) in what is expected of this one."""
+    def __init__(
+        self,
+        request: LearnedRequest,
+        parts: list[float],
+        start: float,
+        variance: float,
+        fresh: float,
+        warm: float,
+    ) -> None:
+        self.request: Final = request
+        self.parts: Final = parts
+        """Its covariances with the first requests, multiplied by their rows."""
         self.start: Final = start
         """The part of its start weights' sum that they do not explain."""
         self.variance: Final = variance
         """Variance of ln(length) that they leave, without the error that no prompt gives away and without the
         factor of the start weights."""
+        self.fresh: Final = fresh
+        self.warm: Final = warm
+        """What is kept for weights and locations adds to its two sums."""
 
 
 @final
@@ -72,77 +84,102 @@ class FullCovariance:
 
     def __init__(self) -> None:
         self.requests: Final[list[LearnedRequest]] = []
-        self.fresh_gains: Final[list[float]] = []
-        self.warm_gains: Final[list[float]] = []
-        """What is to be added to the weights of each request in either sum, per their variance and the request's scale."""
-        self.has_gains = False
-        """Whether any of these is not 0."""
-        self.start_shares: Final[list[float]] = []
-        """Share of each request in the factor of the start weights, per its variance."""
         self.factor_variance = START_VARIANCE
+        self.has_gains = False
+        """Whether anything is to be added to weights."""
         self._rows: Final[list[list[float]]] = []
         """The inverse of the Cholesky factor of the covariance of the requests' ln(length)."""
+        self._starts: Final[list[float]] = []
+        """Their start weights' sums, multiplied by the rows."""
+        self._fresh: Final[list[float]] = []
+        self._warm: Final[list[float]] = []
+        """What is to be added to the weights and locations of the requests in either sum, per their variance and the
+        request's scale, in parts."""
         self._by_feature: Final[dict[int, list[int]]] = {}
         """The requests that have each feature."""
 
-    def explained(self, request: LearnedRequest, common: list[int]) -> Explained:
-        """Return what the requests so far show of this one; `common` is what `common_features` returned."""
-        covariances = self._covariances(request, common)
-        shares = [0.0] * len(covariances)
-        explained = 0.0
-        for row in self._rows:
-            part = 0.0
-            for j in range(len(row)):
-                part += row[j] * covariances[j]
-            explained += part * part
-            for j in range(len(row)):
-                shares[j] = shares[j] + row[j] * part
-        start = request.start
-        for i, other in enumerate(self.requests):
-            start -= shares[i] * other.start
+    def explained(self, request: LearnedRequest) -> Explained:
+        """Return what the first requests show of this one."""
+        covariances = self._covariances(request)
+        parts = []
         own = (
             WEIGHT_VARIANCE * request.scale * request.scale * len(request.features)
             + EVERYONE_VARIANCE
             + 2 * LOCATION_VARIANCE
         )
-        return Explained(shares, start, own - explained)
+        start, variance, fresh, warm = request.start, own, 0.0, 0.0
+        for i in range(len(self._rows)):
+            row = self._rows[i]
+            part = 0.0
+            for j in range(i + 1):
+                part += row[j] * covariances[j]
+            parts.append(part)
+            start -= part * self._starts[i]
+            variance -= part * part
+            fresh += part * self._fresh[i]
+            warm += part * self._warm[i]
+        return Explained(request, parts, start, variance, fresh, warm)
 
-    def add(self, request: LearnedRequest, found: Explained, error_variance: float) -> None:
-        """Add a request whose length was observed with this error; `found` is what `explained` returned."""
+    def move(self, found: Explained, fresh_gain: float, warm_gain: float, factor_gain: float) -> None:
+        """Move the first requests' weights and locations for these gains of another request, which moves its own. The
+        factor of the start weights moves by `factor_gain`."""
+        for i in range(len(self.requests)):
+            part = found.parts[i]
+            self._fresh[i] = self._fresh[i] - part * fresh_gain
+            self._warm[i] = self._warm[i] - part * warm_gain - self._starts[i] * factor_gain
+        self.has_gains = True
+
+    def add(
+        self,
+        found: Explained,
+        error_variance: float,
+        fresh_gain: float,
+        warm_gain: float,
+        factor_gain: float,
+    ) -> None:
+        """Add a request whose length was observed with this error, and move all for its gains, its own weights too."""
         variance = found.variance + error_variance
-        gain = found.start / variance
+        self.factor_variance /= 1 + self.factor_variance * found.start * found.start / variance
+        root = math.sqrt(variance)
+        row = [-share / root for share in self._shares(found.parts)]
+        row.append(1 / root)
         for i in range(len(self.requests)):
-            self.start_shares[i] -= found.shares[i] * gain
-        self.start_shares.append(gain)
-        self.factor_variance /= 1 + self.factor_variance * found.start * gain
-        factor = 1 / math.sqrt(variance)
-        self._rows.append([*[-share * factor for share in found.shares], factor])
-        for i in request.features:
-            self._by_feature.setdefault(i, []).append(len(self.requests))
-        self.requests.append(request)
-        self.fresh_gains.append(0.0)
-        self.warm_gains.append(0.0)
+            self._warm[i] = self._warm[i] - self._starts[i] * factor_gain
+        # A part of its own, so those of the others need not change.
+        self._fresh.append(fresh_gain * root)
+        self._warm.append(warm_gain * root)
+        self._starts.append(found.start / root)
+        self._rows.append(row)
+        for feature in found.request.features:
+            self._by_feature.setdefault(feature, []).append(len(self.requests))
+        self.requests.append(found.request)
+        self.has_gains = True
 
-    def common_features(self, features: bytes) -> list[int]:
-        """Return how many of these features each request has."""
-        common = [0] * len(self.requests)
-        for at in range(0, len(features), 2):
-            for i in self._by_feature.get(features[at] | features[at + 1] << 8, ()):
-                common[i] += 1
-        return common
-
-    def gained(self, scale: float, common: list[int]) -> tuple[float, float]:
-        """Return what the gains add to both sums of a request with these features in common."""
-        fresh = warm = 0.0
+    def take_gains(self) -> tuple[list[float], list[float]]:
+        """Return what is to be added to the weights and locations of each request in either sum, per their variance and
+        the request's scale, and keep it no longer."""
+        fresh, warm = self._shares(self._fresh), self._shares(self._warm)
         for i in range(len(self.requests)):
-            if common[i]:
-                share = WEIGHT_VARIANCE * scale * self.requests[i].scale * common[i]
-                fresh += share * self.fresh_gains[i]
-                warm += share * self.warm_gains[i]
+            self._fresh[i] = self._warm[i] = 0.0
+        self.has_gains = False
         return fresh, warm
 
-    def _covariances(self, request: LearnedRequest, common: list[int]) -> list[float]:
-        """Return the covariance of this request's ln(length) with that of each earlier one."""
+    def _shares(self, parts: list[float]) -> list[float]:
+        """Return by request what is given in parts."""
+        shares = []
+        for j in range(len(parts)):
+            share = 0.0
+            for i in range(j, len(parts)):
+                share += self._rows[i][j] * parts[i]
+            shares.append(share)
+        return shares
+
+    def _covariances(self, request: LearnedRequest) -> list[float]:
+        """Return the covariance of this request's ln(length) with that of each first one."""
+        common = [0] * len(self.requests)
+        for feature in request.features:
+            for i in self._by_feature.get(feature, ()):
+                common[i] += 1
         covariances = []
         for i in range(len(self.requests)):
             other = self.requests[i]

@@ -36,6 +36,7 @@ from scheduler_svc.core.estimates.full_covariance import (
     LOCATION_VARIANCE,
     START_VARIANCE,
     WEIGHT_VARIANCE,
+    Explained,
     FullCovariance,
     LearnedRequest,
 )
@@ -45,6 +46,9 @@ from scheduler_svc.core.estimates.plausible import MOST, MOST_LOG, check_size, w
 LEARNED_EXACTLY: Final = 128
 """Ended requests that are learned from with the full covariance. With 256 a burst gains no more, and the last of them take five times as
 long (1.1 ms compiled). Our choice."""
+PREDICTED_UNSETTLED: Final = 4
+"""Predictions after an observation that compare with all first requests. These take as long as bringing the weights up to
+date, from which further ones are read."""
 ERROR_VARIANCE: Final = 0.7
 """Variance of ln(length) that no prompt gives away. Between 0.3 and 1.4 predictions are as good."""
 MOST_ERROR: Final = 2.1
@@ -93,13 +97,16 @@ _NOWHERE: Final = _Location(0.0, 0.0, LOCATION_VARIANCE)
 class _Sums:
     """The two sums of one request, and what they were made of."""
 
-    __slots__ = ("fresh", "scale", "start", "warm")
+    __slots__ = ("explained", "fresh", "scale", "start", "warm")
 
-    def __init__(self, fresh: float, warm: float, scale: float, start: float) -> None:
+    def __init__(
+        self, fresh: float, warm: float, scale: float, start: float, explained: Explained | None = None
+    ) -> None:
         self.fresh: Final = fresh
         self.warm: Final = warm
         self.scale: Final = scale
         self.start: Final = start
+        self.explained: Final = explained
 
 
 @final
@@ -128,6 +135,8 @@ class PromptLengths:
         self._warm_loss = 0.0
         self._first: FullCovariance | None = FullCovariance()
         """Until `LEARNED_EXACTLY` requests have ended, and not after a `restore`."""
+        self._unsettled = 0
+        """Predictions since the last observation."""
         self.learned = 0.0
         """Ended requests that it has learned from."""
         self._saved_at = 0.0
@@ -138,7 +147,11 @@ class PromptLengths:
         and while too little is known."""
         if not features:
             return None
-        self._settle()
+        if self._first is not None and self._first.has_gains:
+            self._unsettled += 1
+            if self._unsettled <= PREDICTED_UNSETTLED:
+                return self._predicted(self._explained_sums(features, workload_class, tenant))
+            self._settle()
         return self._predicted(self._sums(features, workload_class, tenant))
 
     def _predicted(self, sums: _Sums) -> float | None:
@@ -154,8 +167,7 @@ class PromptLengths:
         """
         if not features:
             return None
-        common = self._common(features)
-        sums = self._sums(features, workload_class, tenant, common)
+        sums = self._explained_sums(features, workload_class, tenant)
         before = self._predicted(sums)
         log_length = math.log(length)
         if cut:
@@ -168,9 +180,7 @@ class PromptLengths:
         fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
         self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
         self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
-        self._observe(
-            features, common, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True
-        )
+        self._observe(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
         self.learned += 1
         return before
 
@@ -180,20 +190,18 @@ class PromptLengths:
         """
         if not features:
             return None
-        common = self._common(features)
-        sums = self._sums(features, workload_class, tenant, common)
+        sums = self._explained_sums(features, workload_class, tenant)
         before = self._predicted(sums)
         log_tokens = math.log(tokens)
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
         if weight >= LEAST_WEIGHT:
             errors = _limited(fresh_error), _limited(warm_error)
-            self._observe(features, common, sums, *errors, weight, workload_class, tenant, ended=False)
+            self._observe(features, sums, *errors, weight, workload_class, tenant, ended=False)
         return before
 
     def _observe(
         self,
         features: bytes,
-        common: list[int],
         sums: _Sums,
         fresh_error: float,
         warm_error: float,
@@ -205,34 +213,28 @@ class PromptLengths:
     ) -> None:
         """Move everything that the sums were made of towards the observed length: exactly for the first requests, by the
         diagonal variances later."""
-        if self._first is None:
+        if self._first is None or sums.explained is None:
             self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=ended)
             return
         if ended:
             # This only reduces the variances, for when the diagonal ones are all that there is.
             self._move(features, sums, 0.0, 0.0, weight, workload_class, tenant, ended=True)
-        request = LearnedRequest(features, sums.scale, sums.start, workload_class, tenant)
-        self._move_exactly(self._first, request, common, fresh_error, warm_error, weight, ended=ended)
-
-    def _common(self, features: bytes) -> list[int]:
-        """Return how many of these features each of the first requests has; empty once these are learned."""
-        return [] if self._first is None else self._first.common_features(features)
+        self._move_exactly(self._first, sums.explained, fresh_error, warm_error, weight, ended=ended)
 
     def _settle(self) -> None:
-        """Add what the weights of the first requests have gained to the weights, to read these one by one."""
+        """Add to weights and locations what is kept for those of the first requests, to read them one by one."""
         first = self._first
         if first is None or not first.has_gains:
             return
+        fresh, warm = first.take_gains()
         for i in range(len(first.requests)):
-            self._add_to_weights(first.requests[i], first.fresh_gains[i], first.warm_gains[i])
-            first.fresh_gains[i] = first.warm_gains[i] = 0.0
-        first.has_gains = False
+            self._add_to_weights(first.requests[i], fresh[i], warm[i])
+            self._add_to_locations(first.requests[i], fresh[i], warm[i])
 
     def _move_exactly(
         self,
         first: FullCovariance,
-        request: LearnedRequest,
-        common: list[int],
+        found: Explained,
         fresh_error: float,
         warm_error: float,
         weight: float,
@@ -240,28 +242,25 @@ class PromptLengths:
         ended: bool,
     ) -> None:
         """Move everything by the full covariance, which the first requests give."""
-        _newest(self._classes, request.workload_class, MOST_CLASSES)
-        _newest(self._tenants, request.tenant, MOST_TENANTS)
-        found = first.explained(request, common)
         error_variance = ERROR_VARIANCE / weight
         start = first.factor_variance * found.start
         total = found.variance + error_variance
         fresh_gain, warm_gain = fresh_error / total, warm_error / (total + start * found.start)
-        self._factor += start * warm_gain
-        self._add_to_weights(request, fresh_gain, warm_gain)
-        self._add_to_locations(request, fresh_gain, warm_gain)
-        for i in range(len(first.requests)):
-            share = found.shares[i]
-            warm_share = share + start * first.start_shares[i]
-            first.fresh_gains[i] = first.fresh_gains[i] - share * fresh_gain
-            first.warm_gains[i] = first.warm_gains[i] - warm_share * warm_gain
-            self._add_to_locations(first.requests[i], -share * fresh_gain, -warm_share * warm_gain)
-        first.has_gains = True
-        if ended:
-            first.add(request, found, error_variance)
-            if len(first.requests) == LEARNED_EXACTLY:
-                self._settle()
-                self._first = None
+        factor_gain = start * warm_gain
+        self._factor += factor_gain
+        self._unsettled = 0
+        if not ended:
+            request = found.request
+            _newest(self._classes, request.workload_class, MOST_CLASSES)
+            _newest(self._tenants, request.tenant, MOST_TENANTS)
+            self._add_to_weights(request, fresh_gain, warm_gain)
+            self._add_to_locations(request, fresh_gain, warm_gain)
+            first.move(found, fresh_gain, warm_gain, factor_gain)
+            return
+        first.add(found, error_variance, fresh_gain, warm_gain, factor_gain)
+        if len(first.requests) == LEARNED_EXACTLY:
+            self._settle()
+            self._first = None
 
     def _add_to_locations(self, request: LearnedRequest, fresh_gain: float, warm_gain: float) -> None:
         """Add these gains, times the variances, to the locations of this request in both sums."""
@@ -346,10 +345,22 @@ class PromptLengths:
                 variance -= variance * variance * shrinks
                 variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
 
-    def _sums(
-        self, features: bytes, workload_class: str, tenant: str, common: list[int] | None = None
-    ) -> _Sums:
-        """Return both sums of a request. `common` (see `_common`) is needed where the weights are not settled."""
+    def _explained_sums(self, features: bytes, workload_class: str, tenant: str) -> _Sums:
+        """Return both sums of a request, and, until they are many, what the first requests show of it. Weights need not be
+        settled."""
+        sums = self._sums(features, workload_class, tenant)
+        if self._first is None:
+            return sums
+        found = self._first.explained(
+            LearnedRequest(features, sums.scale, sums.start, workload_class, tenant)
+        )
+        fresh = sums.fresh + found.fresh
+        # Without start weights the two are the same.
+        warm = sums.warm + found.warm if self._start else fresh
+        return _Sums(fresh, warm, sums.scale, sums.start, found)
+
+    def _sums(self, features: bytes, workload_class: str, tenant: str) -> _Sums:
+        """Return both sums of a request, from settled weights."""
         of_class = self._classes.get(workload_class, _NOWHERE)
         of_tenant = self._tenants.get(tenant, _NOWHERE)
         everyone = self._everyone
@@ -369,19 +380,9 @@ class PromptLengths:
                 fresh += fresh_weights[features[at] | features[at + 1] << 8]
             warm = fresh
         start *= scale
-        fresh_gained = warm_gained = 0.0
-        if self._first is not None and common is not None:
-            fresh_gained, warm_gained = self._first.gained(scale, common)
-            if not start_weights:
-                warm_gained = fresh_gained
         return _Sums(
-            everyone.fresh + of_class.fresh + of_tenant.fresh + scale * fresh + fresh_gained,
-            everyone.warm
-            + of_class.warm
-            + of_tenant.warm
-            + scale * warm
-            + warm_gained
-            + self._factor * start,
+            everyone.fresh + of_class.fresh + of_tenant.fresh + scale * fresh,
+            everyone.warm + of_class.warm + of_tenant.warm + scale * warm + self._factor * start,
             scale,
             start,
         )
@@ -399,6 +400,7 @@ class PromptLengths:
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings, for JSON. The weights are those of a little earlier, since
         encoding them takes milliseconds."""
+        self._settle()
         more = max(FEWEST_BETWEEN, self._saved_at * SAVED_PER_LEARNED)
         if self.learned >= self._saved_at + more:
             self._saved_at = self.learned
@@ -443,7 +445,6 @@ class PromptLengths:
         return True
 
     def _encoded(self) -> str:
-        self._settle()
         raw = bytearray(3 * FEATURES)
         for i in range(FEATURES):
             if self._variances[i] != WEIGHT_VARIANCE:
