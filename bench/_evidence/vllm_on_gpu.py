@@ -17,15 +17,15 @@ from bench.report import Interval
 
 COMPUTED = "vllm-computed"
 FINDINGS = (
-    "- *Without any hint a burst has 0.78 of FCFS's mean latency*, 0.72 once 600 other requests have been served; with token ids in place of words it had 0.89 and 0.81. At load 1.2 it has 0.72.",
+    "- *Without any hint a burst has 0.85 and 0.91 of FCFS's mean latency*, the first one 0.78 in the run before, and 0.72 in both runs once 600 other requests have been served. At load 1.2 it has 0.69 and 0.72.",
+    "  With equal times for all orders the two bursts would have 0.82 and 0.87, and before the exact learning 0.84 in the mean of six: the steps with prompts of these two runs took 13.6 to 13.8 ms, those of FCFS 9.6 to 10.6.",
     "  Lengths are predicted from the first request on, by start weights ([decision 0056](decisions/0056-prompts-are-read-as-words-inside-vllm.md)). Three of the four sources of these requests are among those that the start weights were fitted to;",
     "  a source that they have not seen is below.",
-    "- *With guesses it gains what the order can gain, and more than vLLM's priority policy does with them*: 0.62 of FCFS's mean in the burst beside 0.71, and beside 0.60 for vLLM's priority by the true lengths.",
-    "  It joins requests to a full step together, so fewer steps compute prompts. With a class it has 0.69, at load 1.2 0.72.",
-    "- *While a full batch waits*, its tokens per second are 0.98 to 1.04 of FCFS's (vLLM's priority 0.95 and 1.04): decisions are made while the device works.",
-    "- *The slowest wait longer*, as under every order by length: 1.09 to 1.17 of FCFS's p99 in the burst (vLLM's priority 1.12 to 1.15), and 1.37 to 1.63 at load 1.2, where FCFS makes no request wait long.",
-    "- *Steps with prompts* took 9 to 14 ms here and 14 to 23 in the run before, the others 7.0 in both: the CPU launches them in parts, and was slower on that machine (a launch took 8 to 12 ms; before, 13 to 18).",
-    "  So ratios of the two runs differ by more than the scheduler.",
+    "- *With guesses it gains what the order can gain, and more than vLLM's priority policy does with them*: 0.62 to 0.71 of FCFS's mean in the bursts beside 0.71 to 0.79, and beside 0.60 to 0.73 for vLLM's priority by the true lengths.",
+    "  It joins requests to a full step together, so fewer steps compute prompts. With a class it has 0.65 to 0.73, at load 1.2 0.62 and 0.72.",
+    "- *While a full batch waits*, its tokens per second are 0.96 to 1.04 of FCFS's (vLLM's priority 0.91 to 1.04): decisions are made while the device works.",
+    "- *The slowest wait longer*, as under every order by length: 1.08 to 1.19 of FCFS's p99 in the bursts (vLLM's priority 1.12 to 1.18), and 1.37 to 1.77 at load 1.2, where FCFS makes no request wait long.",
+    "- *Steps with prompts* took 9 to 14 ms, the others 7.0: the CPU launches the former in parts, and a launch took 8 to 13 ms. So two runs of the same order differ by up to 0.07 of FCFS's mean in the burst and 0.14 in the load.",
 )
 """Sentences that follow from the measured runs; they are written by hand."""
 ONE_KIND_FINDINGS = (
@@ -56,13 +56,20 @@ def vllm_on_gpu(path: Path) -> Iterator[str]:
     measured = [row for row in rows if row["measured"] == "shape"]
     yield from ("## Inside vLLM on a GPU", "")
     yield f"{about['machine']} vLLM {about['vllm']}, its second model runner, async scheduling, an {about['shape']['shape'].upper()} shape in {about['shape']['dtype']} with weights at random and vLLM's default compilation:"
-    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, on another machine of that kind, before prompts were read as words. Both runs are older than the exact learning from the first 128 requests ([decision 0035](decisions/0035-lengths-are-learned-from-hashed-words.md)); *computed* is with it."
+    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, on another machine of that kind, before the exact learning from the first 128 requests ([decision 0035](decisions/0035-lengths-are-learned-from-hashed-words.md))."
     yield ""
     computed = newest(COMPUTED)
     cells = [] if computed is None else [row for row in read_rows(computed)[0] if row["computed"] == "cell"]
-    for setting in dict.fromkeys(row["setting"] for row in measured):
-        before = [row for row in rows if row["measured"] == "shape before" and row["setting"] == setting]
-        yield from _measured(setting, [row for row in measured if row["setting"] == setting], before, cells)
+    for setting, seed in dict.fromkeys((row["setting"], row["seed"]) for row in measured):
+        now, before = (
+            [
+                row
+                for row in rows
+                if row["measured"] == name and (row["setting"], row["seed"]) == (setting, seed)
+            ]
+            for name in ("shape", "shape before")
+        )
+        yield from _measured(setting, now, before, cells)
     yield from (*FINDINGS, "")
     yield from _one_kind([row for row in rows if row["measured"] == "one kind"], about)
     if computed is not None:
@@ -100,7 +107,9 @@ def _measured(
     )
     alike = [row for row in cells if row["setting"] == CELLS.get(setting)]
     begin = " within 2 s" if setting.startswith("burst") else f", {rows[0]['requests']} requests"
-    yield f"**Measured: {setting}{begin}; {_counted(len({row['seed'] for row in rows}), 'seed')}, so there is no interval.** Seconds; in the order in which they ran. *Before*: the ratio of the means for the same requests in an earlier run. *Computed*: that ratio for other seeds, as below."
+    seed = rows[0]["seed"]
+    ended = "" if len(rows) == len(ON_SHAPE) else " The time was up before the last order ran."
+    yield f"**Measured: {setting}{begin}, seed {seed}; one run of each, so there is no interval.** Seconds; in the order in which they ran.{ended} *Before*: the ratio of the means for the same requests in an earlier run. *Computed*: that ratio in the mean of six seeds, as below."
     yield from table(
         ("", "mean", "/ FCFS", "before", "computed", "p99", "/ FCFS", "first token", "lasted", "steps", "with prompts", "such a step, ms", "others, ms", "scheduler, CPU ms a step"),
         (
@@ -127,7 +136,7 @@ def _one_kind(rows: Sequence[Row], about: Row) -> Iterator[str]:
     """Yield the runs with requests of one source, which the start weights have not seen."""
     if not rows:
         return
-    yield f"**Measured: requests of one kind, from a source that the start weights have not seen** (HaluEval's user queries with the answers of one chat model, mean {_mean_length(rows):.0f} tokens, of the same seed and size; `{about['one_kind_command']}`). Seconds; in the order in which they ran."
+    yield f"**Measured: requests of one kind, from a source that the start weights have not seen** (HaluEval's user queries with the answers of one chat model, mean {_mean_length(rows):.0f} tokens, of the same seed and size; `{about['one_kind_command']}`, before the exact learning). Seconds; in the order in which they ran."
     base = {row["setting"]: row for row in rows if row["mode"] == FCFS}
     yield from table(
         (
