@@ -508,7 +508,10 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
     text = "\n".join(vllm_on_gpu_section.vllm_on_gpu(results_of(tmp_path, "vllm-on-gpu", rows, **about)))
 
     assert "compilation mode VLLM_COMPILE" in text
-    assert "**Measured: burst of 400 within 2 s; 1 seed, so there is no interval.**" in text
+    assert (
+        "**Measured: burst of 400 within 2 s, seed 1; one run of each, so there is no interval.**" in text
+    )
+    assert "The time was up before the last order ran." in text
     assert (
         "| LAPS-SD, class | 4.50 | **0.60** | 0.65 | **0.50** ±0 % | 13.5 | 0.60 | 0.50 | 8.00 | 1,000 | 300 | 10.6 | 7.0 | 0.50 |"
         in text
