@@ -21,11 +21,11 @@ from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
 from bench._evidence.gpu import on_gpu
-from bench._evidence.head import head
+from bench._evidence.head import Section, head
 from bench._evidence.multi_turn import conversing
 from bench._evidence.placement import placed
 from bench._evidence.readme import with_figures
-from bench._evidence.results import Results, newest, source_of
+from bench._evidence.results import Results, newest, read_rows, source_of
 from bench._evidence.scope import data, limits, paper
 from bench._evidence.services import carried, deciding, policy_rows, served
 from bench._evidence.vllm import inside_vllm
@@ -37,20 +37,20 @@ PAGE = ROOT / "docs" / "evidence.md"
 README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 MEASURED = {
-    "placement": placed,
-    "multi-turn": conversing,
-    "serve": served,
-    "control": deciding,
-    "engine": engine,
-    "engine-again": engine_again,
-    "memory-bound": memory_bound,
-    "engine-table": engine_table,
-    "engine-on-gpu": on_gpu,
-    "vllm": inside_vllm,
-    "vllm-on-gpu": vllm_on_gpu,
-    "gateway": carried,
+    "placement": (placed, "simulated workers; SGLang's and Dynamo's placements in the same simulator"),
+    "multi-turn": (conversing, "the system's processes with the demo pair, on a CPU"),
+    "serve": (served, "the system's processes with the demo pair, on a CPU; beside it the simulator"),
+    "control": (deciding, "scheduler and record; the workers' rounds are synthetic"),
+    "engine": (engine, "engines alone with the demo pair, on one thread of a CPU"),
+    "engine-again": (engine_again, "engines alone with the demo pair, on one thread of a CPU"),
+    "memory-bound": (memory_bound, "engines alone with a larger pair of random weights, on a CPU"),
+    "engine-table": (engine_table, "engines alone with a model of 0.5 B random weights, on a CPU"),
+    "engine-on-gpu": (on_gpu, "the worker's own engine with random weights, on one H100"),
+    "vllm": (inside_vllm, "vLLM with the demo pair, on a CPU"),
+    "vllm-on-gpu": (vllm_on_gpu, "vLLM with an 8B model of random weights, on one H100"),
+    "gateway": (carried, "a gateway; the scheduler's messages are synthetic"),
 }
-"""Benchmarks of real processes, each with the function that writes its section."""
+"""Benchmarks that have a section: the function that writes it, and what ran."""
 
 
 def page(results: Results, measured: Mapping[str, Path] | None = None) -> str:
@@ -58,10 +58,14 @@ def page(results: Results, measured: Mapping[str, Path] | None = None) -> str:
     name, which have a section each.
     """
     measured = measured or {}
+    written = [
+        Section(list(write(measured[name])), what, read_rows(measured[name])[2]["date"])
+        for name, (write, what) in MEASURED.items()
+        if name in measured
+    ]
     parts = (
-        head(results, on_processes="serve" in measured), goals(results), against_rivals(results), no_gain(results), tail(results), levels(results),
-        errors_of_estimates(results), paper(results), *(write(measured[name]) for name, write in MEASURED.items() if name in measured),
-        data(results), limits(results),
+        head(results, written), goals(results), against_rivals(results), no_gain(results), tail(results), levels(results),
+        errors_of_estimates(results), paper(results), *(section.lines for section in written), data(results), limits(results),
     )  # fmt: skip
     lines = [line for part in parts for line in part]
     text = "\n".join(lines).replace("\n\n\n", "\n\n")

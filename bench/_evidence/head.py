@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from bench._evidence.results import Results
-from bench._markdown import verdict_of
+from bench._markdown import table, verdict_of
 
 GENERATED = "<!-- Written by `python -m bench.evidence` from the results of `laps-sd bench policy`, `serve`, `control`, `engine` and `gateway`. Run them again to change it. -->"
 
 
-def head(results: Results, *, on_processes: bool) -> Iterator[str]:
+HEADING = re.compile("###? (.+)")
+
+
+class Section(NamedTuple):
+    """A section on what was measured."""
+
+    lines: list[str]
+    what: str
+    """What ran."""
+    date: str
+
+
+def head(results: Results, sections: Sequence[Section]) -> Iterator[str]:
     about = results.about
     strongest = [
         (regime, found)
@@ -20,13 +34,13 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
     ]
     fcfs = [found for regime in results.regimes if (found := results.ratio(regime, "fcfs"))]
     yield from (GENERATED, "# Evidence: what LAPS-SD gains, and where it gains nothing", "")
-    yield "This page compares orders of the same requests on the same virtual machines: the production scheduling core runs in"
+    if sections:
+        yield from _contents(about["date"], sections)
+    yield "## Orders, simulated"
+    yield ""
+    yield "These sections compare orders of the same requests on the same virtual machines: the production scheduling core runs in"
     yield "virtual time ([simulator](../simulator)), with the same estimates, memory rules and costs for every policy"
-    yield "([policies.md](policies.md)). These are simulations; what they leave out is [at the end](#limits-of-the-simulation)."
-    if on_processes:
-        yield "The same policies on real processes: [below](#the-same-on-the-real-system)."
-    yield "Results of the demo pair are of its weights of 2026-11-21, of whose draft tokens fewer were accepted (0.60 instead of 0.67 at temperature 0.8); those of"
-    yield "[conversations](#conversations-on-the-real-stack) and of [vLLM](#inside-one-vllm-server) are of the present ones."
+    yield "([policies.md](policies.md)). What simulations leave out is [at the end](#limits-of-the-simulation)."
     yield ""
     yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
     yield from ("", "```", about["command"], "```", "")
@@ -62,6 +76,31 @@ def head(results: Results, *, on_processes: bool) -> Iterator[str]:
             "the second line from using acceptance."
         )
     yield ""
+
+
+def _contents(date: str, sections: Sequence[Section]) -> Iterator[str]:
+    """Yield a table of the sections, by what ran."""
+    yield "Each section names the command that repeats it."
+    titles = [[found[1] for line in each.lines if (found := HEADING.match(line))] for each in sections]
+    yield from table(
+        ("section", "what ran", "on"),
+        (
+            ("[Orders](#orders-simulated), and what they cost", "the scheduling core in the simulator", date),
+            *(
+                (", ".join(f"[{title}](#{_anchor(title)})" for title in found), each.what, each.date)
+                for found, each in zip(titles, sections, strict=True)
+                if found
+            ),
+        ),
+    )
+    yield "Results of the demo pair are of its weights of 2026-11-21, of whose draft tokens fewer were accepted (0.60 instead of 0.67 at temperature 0.8); those of"
+    yield "[conversations](#conversations-on-the-real-stack) and of [vLLM](#inside-one-vllm-server) are of the present ones."
+    yield ""
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor that GitHub and the site give a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _count(found: Sequence[Sequence[float]]) -> str:

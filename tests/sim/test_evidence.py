@@ -130,6 +130,14 @@ def test_a_gain_and_a_loss_are_told_alike(found, tmp_path):
     assert "- It loses: `small`" in against(1.2)
 
 
+def test_a_table_links_each_section_on_what_was_measured_with_what_ran_and_when(found, tmp_path):
+    rows = [{"config": "grpc", "messages_per_s": 1, "tokens_per_message": 3, "delay_p50_s": 0.1, "delay_p99_s": 0.2, "gateway_cpu_share": 0.5, "messages_per_cpu_s": 2, "deliveries_per_cpu_s": 2}]  # fmt: skip
+    text = page(Results(found), {"gateway": results_of(tmp_path, "gateway", rows, date="2026-01-03")})
+    line = "| [What a gateway carries](#what-a-gateway-carries) | a gateway; the scheduler's messages are synthetic | 2026-01-03 |"
+    assert line in text
+    assert "\n## What a gateway carries\n" in text
+
+
 def test_every_figure_of_every_rival_is_on_the_page(found):
     results = Results(found)
     text = page(results)
@@ -508,9 +516,7 @@ def test_the_page_tells_what_a_gpu_measured_and_apart_from_it_what_is_computed(t
     text = "\n".join(vllm_on_gpu_section.vllm_on_gpu(results_of(tmp_path, "vllm-on-gpu", rows, **about)))
 
     assert "compilation mode VLLM_COMPILE" in text
-    assert (
-        "**Measured: burst of 400 within 2 s, seed 1; one run of each, so there is no interval.**" in text
-    )
+    assert "**Measured: burst of 400 within 2 s, seed 1; one run of each, so there is no interval.**" in text
     assert "The time was up before the last order ran." in text
     assert (
         "| LAPS-SD, class | 4.50 | **0.60** | 0.65 | **0.50** ±0 % | 13.5 | 0.60 | 0.50 | 8.00 | 1,000 | 300 | 10.6 | 7.0 | 0.50 |"
