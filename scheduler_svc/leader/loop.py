@@ -94,6 +94,9 @@ GRACES_TOGETHER = 1024
 _WRITTEN = frozenset({TransitionStatus.OK, TransitionStatus.ALREADY})
 OBSERVE_S = 1.0
 """Seconds between two readings of the queue's gauges."""
+BEGUN_KEPT_S = 1.0
+"""Seconds for which the number of begun requests is kept: counting 100,000 takes 7 ms, and each worker with another
+model pair dials about once a second."""
 
 
 class Loop:
@@ -155,6 +158,8 @@ class Loop:
         self._decided: Turn | None = None
         """The turn before, if the record must have its transitions before the rest of it is carried out."""
         self._load_log = LoadLog(clock())
+        self._begun = 0
+        self._begun_counted_s = 0.0
         self._kv_usage = 0.0
         """Share of KV blocks in use, as read last."""
         self._recovered_from: str | None = None
@@ -186,12 +191,17 @@ class Loop:
 
     def agrees(self, fingerprint: str, *, has_accepted: bool) -> bool:
         """Return True if a worker's model pair is the pool's; see `Roster.agrees`."""
-        has_begun = any(live.has_begun for live in self.clients.live.values())
-        return self.roster.agrees(fingerprint, has_begun=has_begun, has_accepted=has_accepted)
+        return self.roster.agrees(fingerprint, begun=self.begun, has_accepted=has_accepted)
 
     def begun(self) -> int:
-        """Return the number of unfinished requests that workers have begun."""
-        return sum(live.has_begun for live in self.clients.live.values())
+        """Return the number of unfinished requests that workers have begun. It may be `BEGUN_KEPT_S` old, but a
+        0 is of now.
+        """
+        now_s = self.clock()
+        if not self._begun or now_s - self._begun_counted_s >= BEGUN_KEPT_S:
+            self._begun = sum(live.has_begun for live in self.clients.live.values())
+            self._begun_counted_s = now_s
+        return self._begun
 
     def capacity_tokens(self) -> int:
         """Return the longest context that any worker that takes work could hold, in tokens."""

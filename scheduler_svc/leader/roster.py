@@ -6,6 +6,7 @@ its requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from laps_sd.service.log import get_logger
@@ -71,16 +72,19 @@ class Roster:
         """Return whether any worker has a stream."""
         return any(entry.session is not None for entry in self.workers.values())
 
-    def agrees(self, fingerprint: str, *, has_begun: bool, has_accepted: bool) -> bool:
+    def agrees(self, fingerprint: str, *, begun: Callable[[], int], has_accepted: bool) -> bool:
         """Return True if a worker's model pair is the pool's. The pool takes another pair only while nothing
         depends on its own: no worker is connected, and none has begun a request that is unfinished.
 
-        `has_accepted`: whether the stream of another worker was accepted, which may not have been `opened` yet.
+        `begun` counts these requests, if that decides. `has_accepted`: whether the stream of another worker was
+        accepted, which may not have been `opened` yet.
         """
-        bound = has_begun or has_accepted or self.is_connected
-        if not self.fingerprint or not bound:
-            self.fingerprint = fingerprint
-        return self.fingerprint == fingerprint
+        if fingerprint == self.fingerprint:
+            return True
+        if self.fingerprint and (has_accepted or self.is_connected or begun()):
+            return False
+        self.fingerprint = fingerprint
+        return True
 
     def expect(self, worker_id: str, now_s: float) -> None:
         """Give a worker with leases on the record its grace period, in which it can send a hello to this leader. One that

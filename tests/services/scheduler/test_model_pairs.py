@@ -13,6 +13,8 @@ import structlog
 
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc.leader.live import Live
+from scheduler_svc.leader.loop import BEGUN_KEPT_S
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import wait_until_async
 from tests.services.scheduler.conftest import StartScheduler
@@ -117,6 +119,31 @@ async def test_each_worker_that_is_refused_for_now_is_logged_once_however_often_
 
     logged = [line["worker_id"] for line in lines if line["event"] == "worker refused"]
     assert logged == ["wrong 1", "wrong 2"]
+
+
+async def test_requests_are_counted_once_a_second_however_many_workers_dial(
+    start: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await start()
+    await generate(first, "r1", "r2", tokens=[10, 11])
+    await first.crash()
+    second = await start()
+    loop, now_s, looked_at = second.leadership.loop, [1e9], []
+    assert loop is not None
+
+    def has_begun(live: Live) -> bool:
+        looked_at.append(live.request_id)
+        return bool(live.taken)
+
+    monkeypatch.setattr(loop, "clock", lambda: now_s[0])
+    monkeypatch.setattr(Live, "has_begun", property(has_begun))
+    for _ in range(5):
+        await refused(second)
+    assert sorted(looked_at) == ["r1", "r2"]
+
+    now_s[0] += BEGUN_KEPT_S
+    await refused(second)
+    assert sorted(looked_at) == ["r1", "r1", "r2", "r2"]
 
 
 async def test_while_a_worker_of_the_pool_is_connected_a_wrong_one_is_refused_for_good(
