@@ -552,6 +552,17 @@ class TestTheRecord:
         learned(prompts(1, seed=3), lengths)
         assert lengths.to_dict()["weights"] != first
 
+    @pytest.mark.parametrize("begin", [PromptLengths, started])
+    def test_after_a_restart_before_weights_are_saved_it_learns_as_well_as_a_new_one(
+        self, begin: Callable[[], PromptLengths]
+    ) -> None:
+        asked, to_come = prompts(200, seed=2), prompts(25, seed=3)
+        restarted = begin()
+        restarted.restore(json.loads(json.dumps(learned(prompts(19), begin()).to_dict())))
+
+        anew = log_error(learned(to_come, begin()), asked)
+        assert log_error(learned(to_come, restarted), asked) < 1.02 * anew
+
     def test_no_weights_are_those_of_single_requests(self) -> None:
         lengths = learned(prompts(19))
         assert lengths.to_dict()["weights"] == ""

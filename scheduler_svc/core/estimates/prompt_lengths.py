@@ -134,7 +134,7 @@ class PromptLengths:
         self._fresh_loss = 0.0
         self._warm_loss = 0.0
         self._first: FullCovariance | None = FullCovariance()
-        """Until `LEARNED_EXACTLY` requests have ended, and not after a `restore`."""
+        """Until `LEARNED_EXACTLY` requests have ended, and not after a `restore` of weights."""
         self._unsettled = 0
         """Predictions since the last observation."""
         self.learned = 0.0
@@ -425,11 +425,10 @@ class PromptLengths:
             return False
         if data["weights"]:
             self._decode(data["weights"])
+            # The requests that they were learned from are not saved.
+            self._first = None
         within("prompts.learned", data["learned"], 0, MOST)
         self.learned = data["learned"]
-        if self.learned:
-            # Only the weights were saved, not the requests that they were learned from.
-            self._first = None
         check_size("prompts.classes", data["classes"], MOST_CLASSES)
         check_size("prompts.tenants", data["tenants"], MOST_TENANTS)
         self._everyone = _location(*data["everyone"])
