@@ -569,3 +569,11 @@ class TestTheRecord:
         first = learned(prompts(1, seed=5), lengths).to_dict()["weights"]
         assert first
         assert learned(prompts(19, seed=6), lengths).to_dict()["weights"] == first
+
+    @pytest.mark.parametrize("before", [19, 100])
+    def test_nor_are_what_changes_in_them_after_a_restart(self, before: int) -> None:
+        kept = learned(prompts(before)).to_dict()
+        again = PromptLengths()
+        again.restore(kept)
+        assert learned(prompts(19, seed=6), again).to_dict()["weights"] == kept["weights"]
+        assert learned(prompts(1, seed=7), again).to_dict()["weights"] != kept["weights"]

@@ -428,7 +428,8 @@ class PromptLengths:
             # The requests that they were learned from are not saved.
             self._first = None
         within("prompts.learned", data["learned"], 0, MOST)
-        self.learned = data["learned"]
+        self.learned = self._saved_at = data["learned"]
+        self._saved_weights = data["weights"]
         check_size("prompts.classes", data["classes"], MOST_CLASSES)
         check_size("prompts.tenants", data["tenants"], MOST_TENANTS)
         self._everyone = _location(*data["everyone"])
