@@ -541,8 +541,7 @@ class Loop:
                 case Assign():
                     self._assign(command, turn.refused, turn.now_s)
                 case Drained(worker_id):
-                    if (session := self.roster.session(worker_id)) is not None:
-                        session.drained()
+                    self.roster.drained(worker_id)
         for session, request_id in turn.respecify:
             live = self.clients.live.get(request_id)
             if live is not None and request_id in session.known:

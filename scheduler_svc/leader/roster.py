@@ -33,6 +33,8 @@ class WorkerEntry:
     """Watchdog while the worker has a session; end of its grace period while it has none."""
     drains: bool = False
     """Whether an operator has ordered it to leave."""
+    drained: bool = False
+    """Whether it was notified that it holds nothing any more, so that it leaves."""
     last_report_s: float = 0.0
     """Time of its last report; while it has nothing to run, the time at which it received its last work."""
 
@@ -107,6 +109,7 @@ class Roster:
             entry.session.close("the worker has dialled again")
         entry.session = session
         entry.name = hello.name
+        entry.drained = False
         entry.last_report_s = turn.now_s
         session.known = {held.request_id: held.lease_epoch for held in hello.held}
         turn.events.append(WorkerUp(hello.facts, hello.held, hello.cached_blocks))
@@ -123,7 +126,10 @@ class Roster:
         if entry is None or entry.session is not session:
             return
         entry.session = None
-        log.warning("worker stream ended", worker_id=entry.worker_id, silent=silent)
+        if entry.drained:
+            log.info("drained worker left", worker_id=entry.worker_id)
+        else:
+            log.warning("worker stream ended", worker_id=entry.worker_id, silent=silent)
         if silent:
             self._lose(turn, entry)
         else:
@@ -139,6 +145,13 @@ class Roster:
             if entry.session is not None:
                 entry.session.drain()
                 turn.events.append(WorkerDraining(worker_id))
+
+    def drained(self, worker_id: str) -> None:
+        """Notify a draining worker that it holds nothing any more."""
+        entry = self.workers.get(worker_id)
+        if entry is not None and entry.session is not None:
+            entry.drained = True
+            entry.session.drained()
 
     def excuse(self, now_s: float) -> None:
         """Restart the watchdogs: no worker could report while the record was unavailable."""
@@ -172,5 +185,6 @@ class Roster:
     def _lose(self, turn: Turn, entry: WorkerEntry, *, hung: bool = False) -> None:
         entry.replace_timer(None)
         del self.workers[entry.worker_id]
-        log.warning("worker lost", worker_id=entry.worker_id)
+        if not entry.drained:
+            log.warning("worker lost", worker_id=entry.worker_id)
         turn.events.append(WorkerLost(entry.worker_id, hung))

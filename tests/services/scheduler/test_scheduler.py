@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from laps_sd.contract.ends import End
@@ -885,6 +886,25 @@ async def test_a_draining_worker_gets_no_new_work_and_is_told_when_it_may_leave(
         async with worker(scheduler.address, "w2") as other:
             await other.assigned("r1")
         assert not any(m.WhichOneof("message") == "assignment" and m.assignment.entries for m in gpu.heard)
+
+
+@pytest.mark.parametrize(
+    ("drains", "logged"),
+    [(True, ["drained worker left"]), (False, ["worker stream ended", "worker lost"])],
+    ids=["drained", "lost"],
+)
+async def test_a_worker_that_leaves_after_it_was_drained_is_logged_as_such(
+    start: StartScheduler, drains: bool, logged: list[str]
+) -> None:
+    scheduler = await start(worker_grace_s=0.1)
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    with structlog.testing.capture_logs() as lines:
+        async with worker(scheduler.address, draining=drains) as gpu:
+            await gpu.next("drained" if drains else "assignment")
+        await wait_until_async(lambda: not loop.roster.workers, description="its grace is over")
+
+    assert [line["event"] for line in lines if line.get("worker_id")][1:] == logged, "after it came up"
 
 
 async def test_a_worker_whose_stream_is_broken_is_ordered_to_leave_when_it_comes_back(
