@@ -432,9 +432,9 @@ class PromptLengths:
         self._saved_weights = data["weights"]
         check_size("prompts.classes", data["classes"], MOST_CLASSES)
         check_size("prompts.tenants", data["tenants"], MOST_TENANTS)
-        self._everyone = _location(*data["everyone"])
-        self._classes = {name: _location(*found) for name, found in data["classes"].items()}
-        self._tenants = {name: _location(*found) for name, found in data["tenants"].items()}
+        self._everyone = _location("everyone", *data["everyone"])
+        self._classes = _locations("classes", data["classes"])
+        self._tenants = _locations("tenants", data["tenants"])
         factor, variance = data["factor"]
         within("prompts.factor", factor, -MOST_LOG, MOST_LOG)
         within("prompts.factor", variance, 0, 1)
@@ -508,10 +508,14 @@ def _numbers(location: _Location) -> list[float]:
     return [location.fresh, location.warm, location.variance]
 
 
-def _location(fresh: float, warm: float, variance: float) -> _Location:
-    within("prompts", fresh, -MOST_LOG, MOST_LOG)
-    within("prompts", warm, -MOST_LOG, MOST_LOG)
-    within("prompts", variance, 0, 1)
+def _locations(field: str, data: Mapping[str, Any]) -> dict[str, _Location]:
+    return {name: _location(f"{field}[{name!r:.40}]", *found) for name, found in data.items()}
+
+
+def _location(field: str, fresh: float, warm: float, variance: float) -> _Location:
+    within(f"prompts.{field}.fresh", fresh, -MOST_LOG, MOST_LOG)
+    within(f"prompts.{field}.warm", warm, -MOST_LOG, MOST_LOG)
+    within(f"prompts.{field}.variance", variance, 0, 1)
     return _Location(fresh, warm, variance)
 
 
