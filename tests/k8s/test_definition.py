@@ -29,6 +29,7 @@ POOL: dict[str, Any] = {
         "model": {"target": "/models/t", "draft": "/models/d"},
         "vllmArgs": {"tensor_parallel_size": 1, "speculative_config": {"method": "eagle3"}},
         "resources": {"limits": {"nvidia.com/gpu": 1}},
+        "gpuResource": "nvidia.com/gpu",
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": "25%"}},
         "template": {
             "metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}},
@@ -107,6 +108,8 @@ def test_a_pool_with_every_field_is_accepted() -> None:
         ((*WORKER, "resources"), {"limits": {"nvidia.com/gpu": "many"}}),
         (("spec", "resources"), {"requests": {"memory": "1 Gi"}}),
         (("spec", "resources"), {"claims": ["gpu"]}),
+        (("spec", "gpuResource"), "gpu"),
+        (("spec", "gpuResource"), 1),
         (("spec", "strategy"), {"type": "Blue"}),
         (("spec", "strategy"), {"rollingUpdate": {"maxSurge": "some"}}),
         (("spec", "scheduler"), "s.models"),

@@ -147,6 +147,24 @@ def test_gpus_of_an_unknown_device_plugin_are_left_to_the_worker(name: str) -> N
     assert checks.unequal_ranks(changed) is None
 
 
+def test_gpus_count_under_the_name_that_the_pool_gives_them() -> None:
+    limits = {"example.com/slice": 4, "nvidia.com/gpu": 1, "rdma/hca": 1}
+    changed = pool(gpuResource="example.com/slice", resources={"limits": limits})
+
+    assert args_of(objects.template_of(changed)) == {"tensor_parallel_size": 4}
+    assert checks.unequal_ranks(changed) is None
+
+    changed["spec"]["vllmArgs"] = {"tensor_parallel_size": 2}
+    assert str(checks.unequal_ranks(changed)).startswith("workers have 4 GPUs, and vLLM makes 2 ranks")
+
+
+def test_a_name_of_gpus_that_workers_do_not_ask_for_is_a_problem() -> None:
+    changed = pool(gpuResource="example.com/slice", resources={"limits": {"nvidia.com/gpu": 1}})
+
+    problem = "gpuResource is example.com/slice, and resources.limits of the workers does not have it"
+    assert str(checks.unequal_ranks(changed)) == problem
+
+
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"tensor_parallel_size": "many"}'])
 def test_arguments_that_cannot_be_read_are_left_to_the_worker(text: str) -> None:
     changed = pool()

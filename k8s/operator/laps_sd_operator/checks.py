@@ -20,7 +20,7 @@ def other_policy(pool: Object, shard: Shard) -> Problem | None:
 
 def unequal_ranks(pool: Object) -> Problem | None:
     """Return the problem if the pool's workers over vLLM have another number of GPUs than of ranks."""
-    message = vllm.unequal_ranks(objects.template_of(pool))
+    message = vllm.unequal_ranks(objects.template_of(pool), pool["spec"].get("gpuResource", ""))
     return Problem(Reason.RANKS, message) if message else None
 
 

@@ -28,21 +28,28 @@ def engine_environment(spec: Object, resources: Object) -> dict[str, str]:
         args = copy.deepcopy(dict(spec.get("vllmArgs", {})))
         if "speculative_config" in args and models.get("draft"):
             args["speculative_config"]["model"] = models["draft"]
-        if gpus := gpus_of(resources):
+        if gpus := gpus_of(resources, spec.get("gpuResource", "")):
             args.setdefault("tensor_parallel_size", gpus // args.get("pipeline_parallel_size", 1))
         if args:
             given[ARGS] = json.dumps(args, sort_keys=True)
     return given
 
 
-def gpus_of(resources: Object) -> int:
-    """Return the number of GPUs of a container that device plugins bring; Kubernetes refuses one that is not whole."""
+def gpus_of(resources: Object, gpu_resource: str = "") -> int:
+    """Return the number of GPUs of a container that device plugins bring; Kubernetes refuses one that is not whole.
+
+    `gpu_resource`: name of the resource that counts them; empty: any known one.
+    """
     limits = resources.get("limits") or {}
-    counts = (str(count) for name, count in limits.items() if GPUS.match(name))
+    counts = (
+        str(count)
+        for name, count in limits.items()
+        if name == gpu_resource or (not gpu_resource and GPUS.match(name))
+    )
     return sum(int(count) for count in counts if count.isdecimal())
 
 
-def unequal_ranks(template: Object) -> str:
+def unequal_ranks(template: Object, gpu_resource: str = "") -> str:
     """Return the problem if workers over vLLM have another number of GPUs than of ranks; empty if they agree.
 
     A template without readable arguments, or whose GPUs are claimed (DRA) or may be what an unknown device
@@ -50,13 +57,15 @@ def unequal_ranks(template: Object) -> str:
     """
     worker = next(container for container in template["spec"]["containers"] if container["name"] == "worker")
     resources = worker.get("resources") or {}
-    if resources.get("claims") or _only_unknown_devices(resources):
+    if gpu_resource and gpu_resource not in (resources.get("limits") or {}):
+        return f"gpuResource is {gpu_resource}, and resources.limits of the workers does not have it"
+    if resources.get("claims") or (not gpu_resource and _only_unknown_devices(resources)):
         return ""
     text = next((one.get("value", "") for one in worker.get("env", []) if one["name"] == ARGS), "")
     try:
         args = json.loads(text)
         ranks = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
-        gpus = gpus_of(resources)
+        gpus = gpus_of(resources, gpu_resource)
     except (ValueError, TypeError, AttributeError):
         return ""
     if ranks == max(gpus, 1):
