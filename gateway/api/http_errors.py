@@ -10,9 +10,8 @@ from http import HTTPStatus
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.api.anthropic.errors import anthropic_error
-from gateway.api.openai.body import Json
-from gateway.api.openai.errors import error_json, http_status, retry_headers
+from gateway.api.anthropic.errors import anthropic_body, anthropic_error
+from gateway.api.openai.errors import error_json, http_status, openai_body, retry_headers
 from gateway.api.openai.values import shown
 from laps_sd.errors import LapsSdError, Unauthenticated
 from laps_sd.service.log import get_logger
@@ -55,13 +54,8 @@ def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str = ""
         message = f"this path takes {allowed}, and the request is {shown(error.method)}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body must be at most {max_bytes} bytes"
-    refusal = {"message": message, "type": "invalid_request_error", "param": None}
-    body: Json = (
-        {"type": "error", "error": refusal}
-        if path in ANTHROPIC_PATHS
-        else {"error": refusal | {"code": None}}
-    )
-    response = web.json_response(body, status=error.status)
+    body = anthropic_body if path in ANTHROPIC_PATHS else openai_body
+    response = web.json_response(body("invalid_request_error", message, None), status=error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):

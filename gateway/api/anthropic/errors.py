@@ -6,7 +6,7 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.errors import error_json, http_status
 from laps_sd.errors import LapsSdError
 
-__all__ = ["anthropic_error"]
+__all__ = ["anthropic_body", "anthropic_error"]
 
 TYPES = {
     400: "invalid_request_error",
@@ -22,10 +22,11 @@ TYPES = {
 
 
 def anthropic_error(error: LapsSdError) -> Json:
-    """Return an error in Anthropic's shape; `param` is an addition, the field at fault."""
+    """Return an error in Anthropic's shape."""
     said = error_json(error)["error"]
-    kind = TYPES.get(http_status(error), "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": said["message"], "param": said["param"]},
-    }
+    return anthropic_body(TYPES.get(http_status(error), "api_error"), said["message"], said["param"])
+
+
+def anthropic_body(kind: str, message: str, param: str | None) -> Json:
+    """Return Anthropic's error object; `param` is an addition, the field at fault."""
+    return {"type": "error", "error": {"type": kind, "message": message, "param": param}}

@@ -10,7 +10,7 @@ import grpc
 from gateway.api.openai.body import Json
 from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
 
-__all__ = ["error_json", "http_status", "retry_headers"]
+__all__ = ["error_json", "http_status", "openai_body", "retry_headers"]
 
 FIELD_NAMES = (
     ("sampling.", ""),
@@ -67,6 +67,11 @@ def error_json(error: LapsSdError) -> Json:
         kind = "rate_limit_error"
     elif status >= 499:
         kind = "server_error"
+    return openai_body(kind, message, param, code)
+
+
+def openai_body(kind: str, message: str, param: str | None, code: str | None = None) -> Json:
+    """Return OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
