@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -224,6 +225,15 @@ def test_log_probabilities_stay_with_their_tokens_in_deliveries_that_overlap() -
     assert [one.logprob for one in batch.logprobs] == [-n for n in range(10)]
 
 
+def test_an_end_comes_with_tokens_that_fill_the_buffer_to_the_last_place() -> None:
+    streams, stream = accepted_streams()
+    end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_LENGTH)
+    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", token_ids=TOKENS[:10], end=end), 1.0)
+    batch, messages = streams.take(stream, 2.0)
+
+    assert (batch.token_ids, batch.end, messages) == (TOKENS[:10], end, [])
+
+
 def test_closing_twice_is_closing_once() -> None:
     streams, stream = accepted_streams()
 
@@ -262,6 +272,26 @@ def test_a_request_that_may_still_be_brought_back_is_submitted_again_by_who_hold
     assert resuming.failure is None
     (retried,) = streams.tick(2.0)
     assert retried.attach.request_id == "s0.b"
+
+
+def test_a_request_that_is_lost_a_second_time_is_awaited_as_long_as_at_the_first() -> None:
+    streams = Streams(buffer_tokens=10, restore_s=5)
+    stream, _ = streams.attach("s0.b", tenant="t", attachment_id="g/2", now=0)
+
+    def is_found(found: bool, now: float) -> None:
+        results = link_pb2.AttachReply.RESULT_NOT_FOUND, link_pb2.AttachReply.RESULT_ATTACHED
+        reply = link_pb2.AttachReply(attach_id=stream.attach_id, result=results[found])
+        assert streams.on_attach_reply(reply, now) == []
+
+    is_found(True, 0.0)
+    for lost_at in (10.0, 100.0):
+        streams.reconnected(lost_at)
+        is_found(False, lost_at)
+        streams.tick(lost_at + 4.0)
+        is_found(False, lost_at + 4.0)
+        assert stream.failure is None
+        streams.tick(lost_at + 4.5)
+        is_found(True, lost_at + 4.5)
 
 
 def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
@@ -322,8 +352,9 @@ def test_what_a_scheduler_says_of_a_resumed_request_is_within_bounds() -> None:
     assert stream.acceptance.stop == ("x",)
 
 
-def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:
+def test_a_restored_request_whose_key_leads_elsewhere_is_lost_after_the_tokens_that_came() -> None:
     streams, stream = accepted_streams()
+    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", token_ids=TOKENS[:2]), 1.0)
     (attach,) = streams.reconnected(1.0)
     not_found = link_pb2.AttachReply(
         attach_id=attach.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
@@ -334,7 +365,11 @@ def test_a_restored_request_whose_key_leads_elsewhere_is_lost() -> None:
     reply.accepted.attached_to_existing = True
     streams.on_submit_reply(reply, 1.0)
 
-    assert isinstance(stream.failure, Unavailable)
+    batch, _ = streams.take(stream, 2.0)
+    assert batch.token_ids == TOKENS[:2]
+    assert stream.has_news, "its reader would wait for ever"
+    with pytest.raises(Unavailable, match=r"'s0\.a' was lost"):
+        streams.take(stream, 2.0)
 
 
 class TestAClientThatLeavesBeforeTheAnswer:
