@@ -158,7 +158,6 @@ class Streams:
 
     def _on_accepted(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
         same = accepted.request_id in ("", stream.request_id)
-        stream.lost_since = None
         match stream.step(StreamEvent.ACCEPTED if same else StreamEvent.ACCEPTED_ELSEWHERE):
             case StreamAction.ACCEPT:
                 self._accept_submission(stream, accepted)
@@ -180,7 +179,7 @@ class Streams:
         if left is not None:
             return [Message(detach=left)] if reply.result == link_pb2.AttachReply.RESULT_ATTACHED else []
         stream = self._attaches.pop(reply.attach_id, None)
-        if stream is None or stream.attach_id != reply.attach_id:
+        if stream is None:
             return []
         stream.attach_id = 0
         event = _attach_event(reply, can_restore=stream.submit is not None)
