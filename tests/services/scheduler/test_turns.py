@@ -649,5 +649,25 @@ async def test_ends_are_written_back_together(leader: Leader) -> None:
     assert await leader.store.count_unfinished() == 0
 
 
+async def test_the_deaths_of_its_workers_are_written_back_with_a_request(leader: Leader) -> None:
+    """Otherwise one that workers die of would run beside others again."""
+    [dies, _] = leader.workers
+    await leader.turn(dies.opens())
+    await leader.submit("r")
+    await leader.turn(dies.reports(dies.progress("r", 0, 7)))
+    await leader.turn(WorkerClosed(dies.session, silent=True))
+    await leader.turn()
+    before = await leader.store.read("r")
+    client = leader.store.transport.client
+    await client.delete(*await keys_of(client, leader.store.keys.prefix))
+
+    leader.store.distrust()
+    await leader.turn(LeadInDoubt())
+
+    after = await leader.store.read("r")
+    assert before is not None and after is not None
+    assert (before.deaths, before.death_round) == (after.deaths, after.death_round) == (1, 1)
+
+
 def scripts_of(exchange: Any) -> list[scripts.Script]:
     return [call.script for call in exchange.args[0]]
