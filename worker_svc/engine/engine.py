@@ -80,7 +80,7 @@ class SpeculativeEngine:
         self.capacity = Capacity(
             slots=options.slots,
             target_blocks=options.target_blocks,
-            draft_blocks=options.draft_blocks if draft else 0,
+            draft_blocks=options.draft_blocks,
             block_size=options.block_size,
             max_length=options.max_length,
             max_draft_len=0 if options.drafter is None else options.max_draft_len,
