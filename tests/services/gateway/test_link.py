@@ -202,6 +202,7 @@ async def test_a_second_answer_to_one_cancel_changes_nothing() -> None:
 
     assert await cancelling
     link._on_reply(Reply(cancel_reply=reply))  # to a cancel that is over
+    assert not link._cancels
 
 
 class TestWhileNoSchedulerIsThere:
