@@ -22,7 +22,7 @@ from tests.helpers import wait_until_async
 from tests.services.worker.harness import LEADER, Gated, Stream, scheduler, spec, worker
 from worker_svc.engine.interface import DeviceFailed, FormatKind, OutputFormat, RoundResult
 from worker_svc.fake.engine import FakeEngine
-from worker_svc.link import outbox
+from worker_svc.link import missing, outbox
 from worker_svc.link.link import EngineFailed
 from worker_svc.link.wire import held_requests, specification
 from worker_svc.runner import thread
@@ -371,6 +371,20 @@ async def test_a_missing_specification_is_asked_for() -> None:
         await stream.until_ended("a")
 
         assert stream.missing == ["a"]
+
+
+async def test_what_did_not_come_on_one_stream_is_asked_for_at_once_on_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(missing, "MISSING_AGAIN_S", 3600.0)
+    async with scheduler() as s, worker(s.address):
+        first = await s.greet()
+        await first.assign("a")
+        await first.until(lambda s: s.missing == ["a"], "a is asked for")
+        first.close.set()
+        second = await s.greet()
+        await second.assign("a")
+        await second.until(lambda s: s.missing == ["a"], "a is asked for again")
 
 
 async def test_a_drop_obeys_the_lease_epoch() -> None:
