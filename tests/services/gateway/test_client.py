@@ -36,6 +36,7 @@ from laps_sd.v1.inference_pb2 import (
     SamplingParams,
     Speculation,
     TokenIds,
+    TokenLogprobs,
     Tool,
     ToolCall,
     ToolChoice,
@@ -205,6 +206,7 @@ class TestAsyncClient:
         assert shape(events) == ["Accepted", "Delta", "Ended"]
         assert ids(events) == tokens(0, 3)
         assert scheduler.all_heard("detach") == []
+        assert scheduler.all_heard("cancel") == []
 
     async def test_a_stream_survives_the_death_of_its_gateway(
         self, scheduler: FakeScheduler, start_gateway: StartGateway
@@ -338,6 +340,39 @@ class TestAsyncClient:
         with pytest.raises(Unavailable, match=named):
             lose_again_and_again()
 
+    def test_what_a_repaired_stream_repeats_is_left_out_wherever_its_messages_are_cut(self) -> None:
+        """Several outputs are sent from their start again."""
+        progress = Progress(make_request("x", n=2), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        text = "abcde"
+        got: list[Event] = []
+
+        def sends(first: int, last: int, *, ends: bool = False) -> None:
+            delta = Delta(
+                text=text[first:last],
+                token_ids=tokens(first, last),
+                first_token=first,
+                cursor=Cursor(next_token=last, text_offset=last),
+                logprobs=[TokenLogprobs(logprob=-n) for n in range(first, last)],
+            )
+            messages = [GenerateEvent(delta=delta)] + [GenerateEvent(end=Ended())] * ends
+            got.extend(chosen[1] for one in messages if (chosen := progress.take(one, 0.0)) is not None)
+
+        for choice, request_id in enumerate(("s0.a", "s0.b")):
+            progress.take(GenerateEvent(accepted=Accepted(request_id=request_id), choice=choice), 0.0)
+        sends(0, 2)
+        progress.lost(None, 0.0)
+        sends(0, 1)
+        sends(1, 4)
+        sends(4, 5, ends=True)
+        progress.lost(None, 0.0)
+        sends(0, 5, ends=True)
+
+        *deltas, end = got
+        assert end == Ended()
+        assert [(one.text, one.first_token) for one in deltas] == [("ab", 0), ("cd", 2), ("e", 4)]
+        assert ids(deltas) == tokens(0, 5)
+        assert [found.logprob for one in deltas for found in one.logprobs] == [0, -1, -2, -3, -4]
+
     def test_a_connection_that_brings_a_token_ends_the_outage(self) -> None:
         progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 0.0)
@@ -346,7 +381,7 @@ class TestAsyncClient:
         progress.take(GenerateEvent(accepted=Accepted(request_id="s0.r")), 29.0)
         progress.take(GenerateEvent(delta=Delta(text="a", token_ids=[40])), 29.0)
 
-        assert progress.lost(None, 31.0) > 0.0
+        assert 0.02 <= progress.lost(None, 31.0) <= 0.04, "a first pause"
         with pytest.raises(Unavailable):
             progress.lost(None, 62.0)
 
