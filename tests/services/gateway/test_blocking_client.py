@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,40 @@ class TestReader:
         while (batch := reader.take()) is not None:
             read += [choice for choice, _ in batch]
         assert read == list(range(3 * AHEAD))
+
+    async def test_a_caller_that_takes_all_while_the_stream_is_about_to_wait_does_not_hold_it_up(
+        self,
+    ) -> None:
+        """It has seen a stream that does not wait, so it does not wake it."""
+
+        class TakenAtOnce(_Reader):
+            def _pass_on(self) -> None:
+                super()._pass_on()
+                while not self.batches.empty():
+                    self.take()
+
+        made: list[int] = []
+        async with asyncio.timeout(30.0):
+            await TakenAtOnce().read(self.events(3 * AHEAD, made))
+        assert len(made) == 3 * AHEAD
+
+    async def test_no_event_waits_for_the_one_after_it(self) -> None:
+        reader = _Reader()
+        taken: list[int] = []
+
+        def is_taken(number: int) -> bool:
+            while not reader.batches.empty():
+                taken.extend(choice for choice, _ in reader.take() or ())
+            return number in taken
+
+        async def two_by_two() -> AsyncGenerator[Chosen, None]:
+            for last in (1, 3, 5, 7):
+                yield last - 1, Delta()
+                yield last, Delta()
+                await wait_until_async(partial(is_taken, last), description=f"{last} arrives", every_s=0.001)
+
+        await reader.read(AsyncStream(two_by_two()))
+        assert taken == list(range(8))
 
     async def test_the_first_event_comes_at_once_and_those_right_after_it_together(self) -> None:
         reader = _Reader()
