@@ -523,9 +523,7 @@ async def test_no_tokens_are_taken_while_a_second_decision_waits_for_the_record(
 async def test_a_cancel_holds_though_the_record_refuses_what_was_decided_before(leader: Leader) -> None:
     await leader.turn(leader.workers[0].opens())
     await leader.turn(leader.submits("r"))
-    await leader.store.transport.client.hset(
-        leader.store.keys.request("r"), "lease_epoch", 5
-    )  # refuses its lease
+    await refuse_what_is_next(leader, "r")
     refused = refusals()
 
     await leader.turn(leader.cancels("r"))
@@ -534,6 +532,50 @@ async def test_a_cancel_holds_though_the_record_refuses_what_was_decided_before(
     await leader.turn()
 
     assert leader.ends == {"r": gateway_pb.RequestEnd.KIND_CANCELLED}
+
+
+async def test_a_request_is_on_no_list_before_the_record_has_its_lease(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.turn(leader.submits("r"))
+    await refuse_what_is_next(leader, "r")
+
+    await leader.turn()
+    assert (worker.listed, worker.specifications) == ([], {})
+    await leader.turn()
+    await leader.turn()
+
+    assert worker.listed == ["r"]
+    stored = await leader.store.read("r")
+    assert stored is not None
+    assert worker.specifications["r"].lease_epoch == stored.lease_epoch
+
+
+async def test_tokens_that_the_record_refused_are_taken_when_they_are_generated_again(
+    leader: Leader,
+) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    await leader.turn(worker.reports(worker.progress("r", 0, 7)))
+    await refuse_what_is_next(leader, "r")
+
+    await leader.turn(worker.reports(worker.progress("r", 1, 8, 9, end=STOP)))
+    for _ in range(3):
+        await leader.turn()
+    again = worker.specifications["r"]
+    assert (again.lease_epoch, list(again.specification.committed_ids)) == (5, [7])
+    await leader.turn(worker.reports(worker.progress("r", 1, 8, 9, end=STOP)))
+    await leader.turn()
+
+    assert leader.tokens == {"r": [7, 8, 9]}
+    assert leader.ends == {"r": STOP}
+    assert await leader.recorded("r") == (7, 8, 9)
+
+
+async def refuse_what_is_next(leader: Leader, request_id: str) -> None:
+    """Make the record refuse the next transition of a request, as if it had another lease."""
+    await leader.store.transport.client.hset(leader.store.keys.request(request_id), "lease_epoch", 5)
 
 
 def refusals() -> float:
