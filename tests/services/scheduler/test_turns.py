@@ -31,6 +31,7 @@ from scheduler_svc.leader.turn import (
     DrainOrdered,
     FromGateway,
     FromWorker,
+    GatewayClosed,
     Item,
     LeadInDoubt,
     WorkerClosed,
@@ -113,12 +114,12 @@ class Leader:
         self.tokens: dict[str, list[int]] = {}
         """Tokens that clients have, by request."""
         self.ends: dict[str, int] = {}
-        self._gateway = GatewaySession("g")
+        self.gateway = GatewaySession("g")
 
     async def turn(self, *items: Item) -> None:
         """Run one turn, and read what it sent."""
         await self.loop._turn(items)
-        while replies := self._gateway.take():
+        while replies := self.gateway.take():
             for reply in replies:
                 for delivery in all_deliveries(reply):
                     request_id = delivery.attachment_id.removesuffix("-client")
@@ -145,7 +146,12 @@ class Leader:
             model="m",
             **more,
         )
-        return FromGateway(self._gateway, gateway_pb.GatewayMessage(submit=submit))
+        return FromGateway(self.gateway, gateway_pb.GatewayMessage(submit=submit))
+
+    def loses_its_gateway(self) -> GatewayClosed:
+        """Return the end of the gateway's stream; another one follows."""
+        closed, self.gateway = GatewayClosed(self.gateway), GatewaySession("g")
+        return closed
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a request, and run the turn in which its end is written."""
@@ -154,7 +160,7 @@ class Leader:
 
     def cancels(self, request_id: str) -> FromGateway:
         cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=request_id, tenant="t")
-        return FromGateway(self._gateway, gateway_pb.GatewayMessage(cancel=cancel))
+        return FromGateway(self.gateway, gateway_pb.GatewayMessage(cancel=cancel))
 
     def counted(self, request_id: str) -> int:
         """Return the output tokens that the core has counted."""
@@ -586,6 +592,31 @@ def refusals() -> float:
         for sample in metric.samples
         if sample.name.endswith("_total")
     )
+
+
+async def test_the_grace_of_a_request_ends_with_an_attach_and_begins_again_with_the_next_loss(
+    leader: Leader,
+) -> None:
+    grace_s = leader.loop.settings.reattach_grace_s
+    await leader.submit("r")
+    attach = gateway_pb.Attach(attach_id=1, request_id="r", tenant="t", attachment_id="r-client")
+    for _ in range(2):
+        await leader.turn(leader.loses_its_gateway())
+        leader.now_s += grace_s - 1.0
+        await leader.turn()
+        await leader.turn(FromGateway(leader.gateway, gateway_pb.GatewayMessage(attach=attach)))
+    leader.now_s += 10 * grace_s
+    await leader.turn()
+    await leader.turn()
+    assert leader.ends == {}
+
+    await leader.turn(leader.loses_its_gateway())
+    leader.now_s += grace_s + 1.0
+    await leader.turn()
+    await leader.turn()
+    stored = await leader.store.read("r")
+    assert stored is not None
+    assert stored.end is End.CANCELLED
 
 
 async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader) -> None:
