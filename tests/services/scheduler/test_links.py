@@ -133,4 +133,7 @@ def test_an_order_to_drop_an_older_lease_leaves_the_newer_one() -> None:
     assert [leased.lease_epoch for leased in specified.specifications.specifications] == [2]
     assert session.known == {"r1": 2}
     session.drop((("r1", 2),))
+    session.drop((("r1", 1),))
     assert session.known == {}
+    [dropped] = session.take()
+    assert [(one.request_id, one.lease_epoch) for one in dropped.drop.requests] == [("r1", 2)]
