@@ -97,7 +97,6 @@ class StackPlan:
             "redis_url": self._dialled["valkey"],
             "policy": self._options.policy,
             "advertise_address": self._dialled[name],
-            "scheduler_address": self._dialled[name],
         }
         self._add_service(name, "scheduler_svc", shard, ports, settings)
 

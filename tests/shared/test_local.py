@@ -71,6 +71,12 @@ def test_every_component_is_a_process_with_a_log_and_metrics(fake_stack):
         pass
 
 
+def test_every_setting_that_a_stack_gives_its_components_is_known(fake_stack):
+    warned = {name for name in fake_stack.children if "unknown LAPS_SD variables" in fake_stack.log(name)}
+
+    assert warned == set()
+
+
 @pytest.fixture(scope="module")
 def stack():
     """Start a stack of one worker; every process lives after a test."""
