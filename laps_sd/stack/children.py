@@ -7,6 +7,7 @@ the children in order; and it dies with the parent, however that one dies (`laps
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ LOG_LINES = 15
 """Lines of a log that are shown when its process dies."""
 LOG_TAIL_BYTES = 64 * 1024
 """Size of the end of a log that is searched for these lines."""
+
+MAX_LOG_BYTES = 32 * 1024 * 1024
+"""Size at which a log begins again: about 100,000 requests of a gateway."""
 
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="laps-sd-spawner")
 """Thread that starts all children.
@@ -148,6 +152,14 @@ class Child:
                 return log.read().decode(errors="replace").strip().splitlines()[-count:]
         except OSError:
             return []
+
+    def begin_log_again(self) -> None:
+        """Empty the log, and keep what it had in place of what was kept before. Raises OSError.
+
+        The process writes on to the same file; lines that it writes during the call may be lost.
+        """
+        shutil.copyfile(self.log, self.log.with_suffix(".log.old"))
+        os.truncate(self.log, 0)
 
     def log_tail(self) -> str:
         """Return the end of its log, indented."""

@@ -1,4 +1,4 @@
-"""Lines of the children's logs that belong on the terminal of `laps-sd up`.
+"""Lines of the children's logs that belong on the terminal of `laps-sd up`; logs that have become long begin again.
 
 These are warnings and errors of every child, what a worker is (at its start), the requests that end, and the load of
 each shard. The rest stays in the logs.
@@ -6,6 +6,7 @@ each shard. The rest stays in the logs.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import deque
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from laps_sd.service.log import FACTS, REQUEST_ENDED, SHARD_LOAD
-from laps_sd.stack.children import Child
+from laps_sd.stack.children import MAX_LOG_BYTES, Child
 from laps_sd.stack.local import LocalStack
 from laps_sd.stack.polling import Polling
 
@@ -61,6 +62,10 @@ class LogWatch(Polling):
                 self._report(f"{child.name}  {line}")
             if len(found) > MAX_SHOWN:
                 self._report(f"{child.name}  {len(found) - MAX_SHOWN} further lines, see {child.log}")
+            if self._read_up_to.get(child.log, 0) >= MAX_LOG_BYTES:
+                with contextlib.suppress(OSError):
+                    child.begin_log_again()
+                    self._read_up_to[child.log] = 0
 
     def _new_text(self, child: Child) -> str:
         """Return the whole lines of a log that were not read before."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from laps_sd.service.log import FACTS, REQUEST_ENDED, SHARD_LOAD, configure, get_logger
-from laps_sd.stack.log_watch import lines_to_show
+from laps_sd.stack.children import MAX_LOG_BYTES, Child
+from laps_sd.stack.local import LocalStack
+from laps_sd.stack.log_watch import LogWatch, lines_to_show
 
 
 @pytest.fixture
@@ -70,3 +73,24 @@ def test_a_mistyped_variable_is_not_repeated_by_every_child(written: io.StringIO
     get_logger("x").warning("unknown LAPS_SD variables, ignored", nearest_known={"LAPS_SD_A": None})
 
     assert list(lines_to_show(written.getvalue())) == []
+
+
+def test_a_log_that_has_become_long_begins_again_and_the_part_before_is_kept(tmp_path: Path) -> None:
+    stack = LocalStack()
+    child = stack.children["x"] = Child("x", "a_module", environment={}, log=tmp_path / "x.log")
+    shown: list[str] = []
+    watch = LogWatch(stack, report=shown.append)
+    line = b"2026-11-27T15:00:00 [info     ] request ended\n"
+    late = b"2026-11-27T15:00:01 [warning  ] late\n"
+
+    with child.log.open("ab", buffering=0) as log:  # as the process has it
+        for _ in range(2):
+            log.write(line * (MAX_LOG_BYTES // len(line) + 1))
+            watch.look()
+            log.write(late)
+            watch.look()
+
+    assert child.log.read_bytes() == late
+    assert [path.name for path in tmp_path.iterdir() if path != child.log] == ["x.log.old"]
+    assert (tmp_path / "x.log.old").read_bytes().startswith(late + line)
+    assert shown.count("x  warning: late") == 2
