@@ -258,7 +258,11 @@ def up(
     ] = True,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Keep debug logs, and print their folder.", rich_help_panel=TERMINAL),
+        typer.Option(
+            "--verbose",
+            help="Write debug logs, keep them after the end, and print their folder.",
+            rich_help_panel=TERMINAL,
+        ),
     ] = False,
 ) -> None:
     """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C.
@@ -296,6 +300,7 @@ def up(
         redis_url=redis_url,
         data_dir=data_dir,
         log_level="debug" if verbose else "info",
+        keep_logs=verbose,
         # The services get the other settings of the shell too; those of the stack take precedence.
         environment={key: value for key, value in os.environ.items() if key.startswith(PREFIX)},
     )
@@ -317,6 +322,7 @@ def up(
             watch.look()  # what the workers are, before the addresses
         except BaseException:
             watch.stop()
+            _print_logs(console, stack)
             raise
     try:
         with (
@@ -328,7 +334,7 @@ def up(
             # Without the key that the gateway needs, the demo would be refused.
             if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
                 _show_demo(console, stack, api_key)
-            _print_usage(console, stack, verbose, alone=alone)
+            _print_usage(console, stack, alone=alone)
             while supervisor.failure is None:
                 time.sleep(LOOK_EVERY_S)
             raise supervisor.failure
@@ -340,6 +346,7 @@ def up(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch.stop()  # that peers leave is what a stop looks like
         stack.stop()
+        _print_logs(console, stack)
 
 
 def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int, str]:
@@ -460,7 +467,7 @@ def _endpoints(stack: LocalStack, name: str) -> str:
     return ", ".join(parts)
 
 
-def _print_usage(console: Console, stack: LocalStack, verbose: bool, *, alone: bool) -> None:
+def _print_usage(console: Console, stack: LocalStack, *, alone: bool) -> None:
     """Print where the system listens and what to try; `alone`: the commands find it without its addresses."""
     console.print("\nListening:")
     for name in sorted(stack.children, key=lambda name: ORDER.index(name.split("-")[0])):
@@ -492,6 +499,11 @@ def _print_usage(console: Console, stack: LocalStack, verbose: bool, *, alone: b
     seeds = ",".join(stack.address(name) for name in stack.of_shard(stack.options.shard, "scheduler"))
     of_which = "" if alone else f" --scheduler {seeds}"
     console.print(f"  {command} workers{of_which}", markup=False, soft_wrap=True)
-    if verbose:
-        console.print(f"Logs: {stack.dir}")
+    _print_logs(console, stack)
     console.print("Ctrl-C stops everything.")
+
+
+def _print_logs(console: Console, stack: LocalStack) -> None:
+    """Print the folder of the logs if they are kept and anything was started."""
+    if stack.options.keep_logs and stack.dir != Path():
+        console.print(f"Logs: {stack.dir}", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ Components are named valkey, scheduler-0, scheduler-1 …, worker-0 …, gateway
 means number 0. With several shards the numbers continue across the shards, and `shard_of` returns the shard
 of a scheduler or worker. This module launches the services by their names and depends on nothing else of
 them: settings are passed in environment variables, readiness is read from their health service. All files are
-in one temporary folder, which is deleted with the stack.
+in one temporary folder, which is deleted with the stack, except for logs that are to be kept.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class LocalStack:
     def stop(self) -> None:
         """Stop gateways, workers, schedulers, then the record.
 
-        Within 5 s all have ended and the folder is deleted.
+        Within 5 s all have ended and the folder is deleted, except for the logs if they are to be kept.
         """
         began = self._began = time.monotonic()
         for kind, seconds in STOP_S.items():
@@ -209,8 +209,16 @@ class LocalStack:
                 if not child.wait(deadline - time.monotonic()):
                     child.kill()
         self.children.clear()
-        if self.dir != Path():
+        if self.dir == Path():
+            return
+        if not self.options.keep_logs:
             shutil.rmtree(self.dir, ignore_errors=True)
+            return
+        for path in self.dir.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif ".log" not in path.suffixes:
+                path.unlink()
 
     def check(self) -> None:
         """Raise ChildDied if a component has ended by itself; a drained worker may."""

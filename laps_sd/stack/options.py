@@ -68,6 +68,8 @@ class StackOptions:
     """
     log_level: str = "info"
     log_style: Literal["json", "console"] = "console"
+    keep_logs: bool = False
+    """Whether the logs stay in the stack's folder after its end; nothing else does."""
     tls: Tls | None = None
     """Mutual TLS on every gRPC link, with these files at both ends."""
     link_tls: Mapping[str, Tls] = dataclasses.field(default_factory=dict)

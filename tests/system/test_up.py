@@ -266,6 +266,24 @@ def test_no_command_needs_an_address_on_the_machine_of_one_system(tmp_path: Path
     assert not list((tmp_path / "runtime" / "laps-sd").iterdir())
 
 
+def test_logs_that_are_wanted_are_kept_after_the_end_without_the_record(tmp_path: Path) -> None:
+    with Up(
+        "--engine", "fake", "--workers", "0", "--verbose", environment={"TMPDIR": str(tmp_path)}
+    ) as running:
+        pass
+
+    shown = [line.removeprefix("Logs: ") for line in running.lines if line.startswith("Logs: ")]
+    folder = Path(shown[0])
+    assert shown == [str(folder)] * 2, "once while it runs and once at the end"
+    assert folder.parent == tmp_path
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "gateway-0.log",
+        "scheduler-0.log",
+        "valkey.log",
+    ]
+    assert "stopped" in (folder / "gateway-0.log").read_text()
+
+
 def test_warnings_of_the_children_are_on_the_terminal(up: Up) -> None:
     before, ready = len(up.said("worker-0  warning:")), len(up.said("scheduler-0 is ready again"))
     up.kill("scheduler-0")
