@@ -17,11 +17,8 @@ from bench._vllm.modes import FCFS, MODES, OURS
 from bench._vllm.workers import PLAIN, SAMPLING
 
 BOUNDS = (
-    "How far five of them can be met, measured on a virtual engine (8 requests in a step, four kinds of requests with lognormal lengths, ten seeds at load 0.9 and five of bursts) and by instructions:",
+    "How far four of them can be met, measured on a virtual engine (8 requests in a step, four kinds of requests with lognormal lengths, ten seeds at load 0.9 and five of bursts) and by instructions:",
     "",
-    "- *Bursts without a hint.* Where the distribution of lengths is known from the start the mean is 0.732 (*no hint, no prediction, learnt before*). So 0.70 needs to know something of each",
-    "  request, and within one burst its prompts teach that late: 0.723. How unknown requests start does not matter: levels 2 or 3 times as wide as the one before instead of 4, and a",
-    "  first level a quarter or four times as long, change the mean by less than 1 %.",
     "- *The slowest 1 % at load 0.9.* They are the longest requests, and wait because shorter ones overtake them. A second of the 8 places for the oldest requests brings their p99 from 1.08",
     "  of vLLM's priority to 0.97, and costs 0.6 % of the mean at this load, but 1 to 3.5 % in bursts, with and without guesses; so there is one. More hysteresis (30 and 60 %) changes p99 by",
     "  less than 1 %. `LAPS_SD_POLICY=sjf-length`, which does not preempt, has a p99 of 0.95 and a mean of 0.99 of priority's, where `laps-sd` has 0.94.",
