@@ -24,6 +24,7 @@ from scheduler_svc.core.placement.placement import MOST_LISTS_REFRESHED
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.request import Request
 from tests.core.test_scheduler import W, did, report, request
 
 
@@ -94,6 +95,30 @@ class TestWhoGetsIt:
         scheduler.step(2.0, small)
         assert [worker_of(scheduler, f"s{i}") for i in range(3)] == ["b", "b", None]
         assert [worker_of(scheduler, f"r{i:02d}") for i in range(4)] == ["a", "a", None, None]
+
+    @pytest.mark.parametrize("fits", [False, True])
+    def test_the_many_that_wait_for_a_larger_worker_are_not_looked_at_in_each_step(self, fits: bool) -> None:
+        scheduler = core("fcfs")
+        looked_at = scheduler._shard.requests = CountedReads()
+        scheduler.step(0.0, [WorkerUp(named("a", 1), ()), WorkerUp(named("b", 4, max_length=64), ())])
+        scheduler.step(1.0, arrivals(500))
+        looked_at.reads = 0
+
+        for number in range(10):
+            small = {"prompt_tokens": 10, "max_tokens": 20} if fits and not number else {}
+            scheduler.step(2.0 + number, arrivals(1, 500 + number, **small))
+
+        assert looked_at.reads < (500 + 100 if fits else 100)
+        assert worker_of(scheduler, "r500") == ("b" if fits else None)
+        scheduler.check()
+
+
+class CountedReads(dict[str, Request]):
+    reads = 0
+
+    def __getitem__(self, request_id: str) -> Request:
+        self.reads += 1
+        return super().__getitem__(request_id)
 
 
 class TestOvertaking:

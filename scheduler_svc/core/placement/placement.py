@@ -178,21 +178,23 @@ class _QueueHead:
 
 def _fill(shard: Shard, ledger: Ledger, head: _QueueHead, priors: Priors, router: Router) -> None:
     """Lease queued requests, best rank first, to the worker that the router chooses, until the lists are full."""
-    at, too_long = 0, UNBOUNDED
-    while at < len(shard.queued):
+    at, most_tokens, fitting = 0, UNBOUNDED, len(shard.queued)
+    while fitting > 0 and at < len(shard.queued):
         if next(_with_room(shard), None) is None:
             return
         request, _ = head.at(at)  # an older rank is better than a free place
-        if request.longest_tokens >= too_long:
+        if request.longest_tokens > most_tokens:
             at += 1
             continue
         able = partial(_has_room_for, shard, request)
         room = router.best(request, Eligible(_with_room(shard), able, shard, priors))
         if room is None:
             at += 1  # unequal workers: this one waits for a larger one
-            too_long = request.longest_tokens  # from here on fewer workers have room
+            most_tokens = max([worker.capacity_tokens for worker in _with_room(shard)])
+            fitting = shard.queued_within(most_tokens)
         else:
             ledger.lease(request, room)
+            fitting -= 1
 
 
 def _with_room(shard: Shard) -> Iterator[Worker]:

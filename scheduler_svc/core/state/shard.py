@@ -44,6 +44,8 @@ class Shard:
         self._listed_of: dict[Account, dict[str, Request]] = {}
         """The requests on lists, by account, with fairness between tenants."""
         self.queued = self._new_order(tenant_fairness)
+        self._queued_lengths: dict[int, int] = {}
+        """Number of queued requests by the most tokens that they may have."""
         self.parked: dict[str, Request] = {}
         self.suspects: dict[str, Request] = {}
         """Requests without a worker that must run alone, the longest waiting first."""
@@ -160,6 +162,10 @@ class Shard:
         request.order_key = key
         return request
 
+    def queued_within(self, tokens: int) -> int:
+        """Return the number of queued requests that never have more than these tokens."""
+        return sum([count for longest, count in self._queued_lengths.items() if longest <= tokens])
+
     def waits(self, request: Request) -> bool:
         """Return whether it waits for its turn, in the queue or on a list: neither running, nor parked, nor a
         suspect.
@@ -240,8 +246,7 @@ class Shard:
             self._leave_reserve(request)
         elif request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
-            if request.account is not None:
-                self._accounts.queued(request.account, +1)
+            self._count_queued(request, +1)
             if request.reserved:
                 self.reserved_queued[request.request_id] = request
         else:
@@ -255,8 +260,15 @@ class Shard:
             self._reserve.add(request)
             return
         self.queued.remove(request.order_key)
+        self._count_queued(request, -1)
+
+    def _count_queued(self, request: Request, more: int) -> None:
+        tokens = request.longest_tokens
+        self._queued_lengths[tokens] = self._queued_lengths.get(tokens, 0) + more
+        if not self._queued_lengths[tokens]:
+            del self._queued_lengths[tokens]
         if request.account is not None:
-            self._accounts.queued(request.account, -1)
+            self._accounts.queued(request.account, more)
 
     def _enlist(self, request: Request, worker: Worker) -> None:
         request.worker = worker.worker_id
@@ -324,8 +336,7 @@ class Shard:
         self.queued.add_all([request.order_key for request in requests])
         for request in requests:
             del self.parked[request.request_id]
-            if request.account is not None:
-                self._accounts.queued(request.account, +1)
+            self._count_queued(request, +1)
 
     def _park(self) -> None:
         """Park the queued requests that no worker can hold any more, all together."""
@@ -337,8 +348,7 @@ class Shard:
             self.reserved_queued.pop(request.request_id, None)
             request.reserved, request.entry = False, None
             self.parked[request.request_id] = request
-            if request.account is not None:
-                self._accounts.queued(request.account, -1)
+            self._count_queued(request, -1)
 
     def worker_lost(self, worker: Worker) -> None:
         """Mark a worker as lost: it takes no more work, and is forgotten as soon as it has no members."""
@@ -399,6 +409,7 @@ class Shard:
         self._accounts.check()
         queued = {key[-1] for key in self.queued}
         assert list(self.queued) == sorted(self.requests[i].key_now for i in queued)
+        assert self._queued_lengths == Counter(self.requests[i].longest_tokens for i in queued)
         by_account = {i: account for account, listed in self._listed_of.items() for i in listed}
         assert by_account == {
             i: r.account for i, r in self.requests.items() if r.account is not None and r.worker is not None
