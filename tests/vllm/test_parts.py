@@ -196,10 +196,51 @@ class TestStepsAreMerged:
         assert len(after) == 32
         assert set(before) - set(after) == {before[3]}
 
-    def test_an_arrival_takes_a_free_place_at_once(self) -> None:
-        one, now = many(waiting=0)
+    def test_the_place_of_one_that_was_cancelled_is_taken_in_the_next_step(self) -> None:
+        one, now = many()
+        step(one, now, one.choose(0.0, now.get).run)
+        before = one.choose(0.0, now.get).run
+        one.ended(before[3], End.CANCELLED)
+        del now[before[3]]
+        after = one.choose(0.0, now.get).run
+
+        assert len(after) == 32
+        assert set(before) - set(after) == {before[3]}
+
+    def test_all_steps_before_a_stop_string_count_where_the_length_is_learned(self) -> None:
+        def learned(*, reported: bool) -> dict[str, Any]:
+            one, now = many()
+            for _ in range(MOST_REPORT_STEPS - 1):
+                run = one.choose(0.0, now.get).run
+                step(one, now, run)
+            if reported:
+                one.decide(0.0)
+            one.ended(run[0], End.STOP_SEQUENCE)
+            one.decide(0.0)
+            return one.core.priors.to_dict()
+
+        assert learned(reported=False) == learned(reported=True)
+
+    @pytest.mark.parametrize("slots", [1, 8, 32])
+    def test_nothing_is_kept_of_requests_that_have_ended(self, slots: int) -> None:
+        one, now = many(slots)
+        while now:
+            run = one.choose(0.0, now.get).run
+            step(one, now, run, ended=run[-1])
+            if run[0] in now:
+                one.ended(run[0], End.CANCELLED)
+                del now[run[0]]
+        one.report([], set(), decode_s=0.0, prefill_s=0.0, free_blocks=9000)
+        one.decide(0.0)
+
+        assert not one.core.queue(0.0, 10)
+        assert not (one._epochs or one._unfinished or one._on_device or one._events)
+
+    @pytest.mark.parametrize("ends", [True, False], ids=["just freed", "free before"])
+    def test_an_arrival_takes_a_free_place_at_once(self, ends: bool) -> None:
+        one, now = many(waiting=0 if ends else -1)
         run = one.choose(0.0, now.get).run
-        step(one, now, run, ended=run[0])
+        step(one, now, run, ended=run[0] if ends else "")
         now["new"] = RequestNow(16, 0)
         one.arrived(facts("new", 99, 100))
 
