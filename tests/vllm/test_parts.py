@@ -315,8 +315,11 @@ class TestStatesAreRead:
     def test_not_in_each_step_while_kv_is_plentiful(self) -> None:
         assert self.reads(free=9000)[1:-1] == [0] * (MOST_REPORT_STEPS - 1)
 
-    def test_in_each_step_where_kv_is_short(self) -> None:
-        assert min(self.reads(free=20, blocks=100)) > 0
+    @pytest.mark.parametrize(
+        ("free", "blocks"), [(20, 100), (150, 200)], ids=["now", "before the next report"]
+    )
+    def test_in_each_step_where_kv_is_short(self, free: int, blocks: int) -> None:
+        assert min(self.reads(free, blocks)) > 0
 
 
 GIGABYTES = base64.b64encode(zlib.compress(bytes(2**24), 9)).decode()
@@ -339,6 +342,24 @@ class TestLearntFile:
         assert priors.to_dict() == self.learnt().to_dict()
         assert sentence == f"read from {tmp_path / 'learnt.json'}"
         assert [path.name for path in tmp_path.iterdir()] == ["learnt.json"]
+
+    def test_it_is_written_once_for_what_was_kept(self, tmp_path: Path) -> None:
+        file = LearntFile(tmp_path / "learnt.json")
+        file.keep(self.learnt())
+        file.save()
+        file.path.unlink()
+        file.save()
+
+        assert not file.path.exists()
+
+    def test_a_write_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
+        file = LearntFile(tmp_path / "folder")
+        file.path.mkdir()
+        file.keep(self.learnt())
+        with pytest.raises(OSError):
+            file.save()
+
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
     def test_each_data_parallel_rank_has_its_own(self, tmp_path: Path) -> None:
         assert [LearntFile(tmp_path / "l", rank=rank).path.name for rank in (0, 1)] == ["l", "l.1"]
