@@ -390,6 +390,21 @@ async def test_an_end_is_shown_and_acknowledged_in_the_turn_after(leader: Leader
     assert worker.acknowledged == 1
 
 
+async def test_a_submission_that_comes_again_after_the_end_gets_the_same_answer_and_runs_nothing(
+    leader: Leader,
+) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    await leader.turn(worker.reports(worker.progress("r", 0, 7, 8, end=STOP)))
+    await leader.turn()
+    leader.tokens, leader.ends = {}, {}
+
+    await leader.submit("r")
+    assert (leader.tokens, leader.ends) == ({"r": [7, 8]}, {"r": STOP})
+    assert leader.loop.clients.live == {}
+
+
 async def test_what_follows_an_end_in_the_same_turn_is_not_shown(leader: Leader) -> None:
     [worker, _] = leader.workers
     await leader.turn(worker.opens())
