@@ -321,6 +321,7 @@ async def test_a_worker_that_comes_back_in_time_keeps_its_requests(start: StartS
             listed = await gpu.next("assignment")
 
             assert [(e.request_id, e.lease_epoch) for e in listed.entries] == [("r1", epoch)]
+            assert not any(heard.HasField("specifications") for heard in gpu.heard), "it has the prompt"
             gpu.number = 1
             await gpu.run_round("r1", epoch, 1, [11], end=STOP)
             assert (await client.read("r1-client"))[0] == [10, 11]

@@ -476,6 +476,23 @@ async def test_tokens_of_another_worker_s_request_are_not_taken(leader: Leader) 
     assert leader.counted("r") == 0
 
 
+async def test_a_worker_of_the_same_name_takes_over_only_what_no_connected_one_runs(leader: Leader) -> None:
+    """A name survives a restart; two processes with one name are a mistake in their settings."""
+    [first, second] = leader.workers
+    await leader.turn(first.opens(worker_name="gpu"))
+    await leader.submit("r")
+    await leader.turn(second.opens(worker_name="gpu"))
+    await leader.turn(first.reports(first.progress("r", 0, 7)))
+    assert leader.tokens == {"r": [7]}
+
+    await leader.turn(WorkerClosed(first.session, silent=False))
+    await leader.turn()
+    assert second.listed == [], "the first one may come back"
+    await leader.turn(second.opens(worker_name="gpu"))
+    await leader.turn()
+    assert second.listed == ["r"]
+
+
 async def test_tokens_count_where_the_request_leaves_its_worker_in_the_same_turn(leader: Leader) -> None:
     """The worker drains, so that the core moves the request, which did not run yet, before it has the report
     with its first tokens. The record has them: the next worker continues after them.
