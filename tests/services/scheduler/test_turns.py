@@ -41,7 +41,7 @@ from scheduler_svc.metrics import REFUSED
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.errors import Fenced
+from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import NewRequest, Shown, SubmitResult
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
@@ -752,6 +752,37 @@ async def test_ends_are_written_back_together(leader: Leader) -> None:
     for key in await keys_of(client, leader.store.keys.request("")):
         assert await client.pttl(key) > 0
     assert await leader.store.count_unfinished() == 0
+
+
+async def test_a_write_back_that_the_record_does_not_answer_begins_again(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await leader.submit("r")
+    client = leader.store.transport.client
+    await client.delete(*await keys_of(client, leader.store.keys.prefix))
+
+    async def no_answer(request_ids: Sequence[str]) -> Any:
+        monkeypatch.undo()
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(leader.store, "reached", no_answer)
+    leader.store.distrust()
+    await leader.turn(LeadInDoubt())
+
+    assert await leader.store.unfinished_ids() == ["r"]
+
+
+async def test_a_lease_that_the_record_lost_is_written_back(leader: Leader) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    await leader.store.transport.client.hset(leader.store.keys.request("r"), "lease_epoch", 0)
+
+    leader.store.distrust()
+    await leader.turn(LeadInDoubt())
+    stored = await leader.store.read("r")
+    assert stored is not None
+    assert (stored.lease_epoch, stored.worker_id) == (1, "w1")
 
 
 async def test_the_deaths_of_its_workers_are_written_back_with_a_request(leader: Leader) -> None:
