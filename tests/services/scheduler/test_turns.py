@@ -754,6 +754,32 @@ async def test_ends_are_written_back_together(leader: Leader) -> None:
     assert await leader.store.count_unfinished() == 0
 
 
+async def test_what_one_client_has_seen_beyond_the_record_is_taken_from_the_worker_and_shown_to_the_others(
+    leader: Leader,
+) -> None:
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    await leader.turn(worker.reports(worker.progress("r", 0, 7)))
+    restored = leader.submits("r", restores=True, shown_ids=[7, 8, 9])
+    restored.message.submit.attachment_id = "other-client"
+
+    await leader.turn(restored)
+    assert leader.tokens["r"] == [7, 8, 9]
+    stored = await leader.store.read("r")
+    assert stored is not None
+    assert (stored.committed_ids, stored.lease_epoch, stored.worker_id) == ((7, 8, 9), 2, None)
+    await leader.turn(worker.reports(worker.progress("r", 1, 8, 9, 10)))
+    await leader.turn()
+    again = worker.specifications["r"]
+    assert (again.lease_epoch, list(again.specification.committed_ids)) == (3, [7, 8, 9])
+    await leader.turn(worker.reports(worker.progress("r", 3, 10, end=STOP)))
+    await leader.turn()
+
+    assert leader.tokens == {"r": [7, 8, 9, 10], "other": [10]}
+    assert leader.ends == {"r": STOP, "other": STOP}
+
+
 async def test_a_write_back_that_the_record_does_not_answer_begins_again(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
