@@ -182,6 +182,22 @@ def test_a_request_pauses_at_its_bound_of_unacknowledged_tokens_and_others_go_on
     assert len(desk.tokens("a")) > before
 
 
+def test_a_request_that_paused_at_its_bound_joins_the_others_in_the_round_after_the_acknowledgement() -> None:
+    desk = Desk(engine(slots=2), max_unacknowledged_tokens=20)
+    desk.give(spec("a", max_tokens=400))
+    desk.assign(entry("a", 1.0))
+    desk.turn_until_idle()
+    paused_after = desk.rounds[-1].number
+    desk.give(spec("b", max_tokens=400))
+    desk.assign(entry("a", 1.0), entry("b", 2.0))
+    desk.turns(2)
+    assert desk.who()[-2:] == [("b",), ("b",)]
+
+    desk.put(Acknowledged(paused_after))
+    desk.turns(1)
+    assert desk.who()[-1] == ("a", "b")
+
+
 def test_a_new_lease_with_all_tokens_acknowledges_them_whatever_older_reports_had() -> None:
     desk = Desk(engine(slots=1), max_unacknowledged_tokens=20)
     desk.give(spec("a", max_tokens=400))
