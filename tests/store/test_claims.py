@@ -12,6 +12,7 @@ import redis.asyncio as redis_client
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S
 from scheduler_svc.store.records import Limits, SubmitStatus
+from scheduler_svc.store.scripts import MAX_ENTRIES
 from scheduler_svc.store.store import Store
 from tests.store.kit import NOW_S, One, a_finish, a_request, accept, forget_claims, new_shard
 
@@ -113,6 +114,20 @@ async def test_the_claim_outlives_the_ended_request_a_little(
 
     assert await client.pttl(store.keys.idempotency("acme", "k")) < await client.pttl(claim)
     assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
+
+
+async def test_so_does_each_claim_of_many_that_ended_together(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    store = await open_shard()
+    names = [f"r{number}" for number in range(MAX_ENTRIES + 1)]
+    await accept(store, *(keyed(name, idempotency_key=name) for name in names))
+    await One(store).many("finish", [a_finish(name) for name in names])
+    await store.settle_claims()
+
+    remaining_s = [await client.ttl(claim) for claim in await claims(client)]
+    assert len(remaining_s) == len(names)
+    assert max(remaining_s) <= TTL_S + CLAIM_SLACK_S
 
 
 @pytest.mark.parametrize(
