@@ -457,6 +457,43 @@ class TestEnd:
         assert answer.result() == [GONE, GONE]
 
 
+class TestProgressAfterSomethingElseInTheSameBatch:
+    """Only the record knows whether it continues the request: it depends on the answer to what comes before."""
+
+    async def test_under_the_lease_before(self, store: Store) -> None:
+        await reported(store, "r1")
+        batch = store.batch()
+        answers = batch.lease([Lease("r1", "w2", 2)]), batch.commit([a_commit(position=3)])
+        await batch.execute()
+
+        assert [answer.result() for answer in answers] == [[OK], [STALE]]
+        assert (await read(store)).committed_ids == (11, 12, 13)
+
+    async def test_under_a_lease_that_is_refused(self, store: Store, client: redis_client.Redis) -> None:
+        await reported(store, "r1")
+        await client.hset(store.keys.request("r1"), "lease_epoch", 7)
+        batch = store.batch()
+        answers = batch.lease([Lease("r1", "w2", 2)]), batch.commit([a_commit(lease_epoch=2, position=3)])
+        await batch.execute()
+
+        assert [answer.result() for answer in answers] == [[STALE], [STALE]]
+        assert (await read(store)).committed_ids == (11, 12, 13)
+
+    async def test_after_progress_under_a_lease_that_only_the_record_knows(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await reported(store, "r1")
+        await client.hset(store.keys.request("r1"), "lease_epoch", 2)
+        batch = store.batch()
+        answers = batch.commit(
+            [a_commit(lease_epoch=2, position=3, tokens=(7,)), a_commit(position=3, tokens=(8,))]
+        )
+        await batch.execute()
+
+        assert answers.result() == [OK, STALE]
+        assert (await read(store)).committed_ids == (11, 12, 13, 7)
+
+
 async def reported(store: Store, *request_ids: str) -> None:
     """Lease requests, and report three tokens of each."""
     await accept(store, *(a_request(request_id) for request_id in request_ids))
