@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis_client
 
+from laps_sd.contract.ends import End
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S
-from scheduler_svc.store.records import Limits, SubmitStatus
+from scheduler_svc.store.records import Limits, SubmitStatus, TransitionStatus
 from scheduler_svc.store.scripts import MAX_ENTRIES
 from scheduler_svc.store.store import Store
-from tests.store.kit import NOW_S, One, a_finish, a_request, accept, forget_claims, new_shard
+from tests.store.kit import NOW_S, One, a_commit, a_finish, a_request, accept, forget_claims, new_shard
 
 OpenShard = Callable[..., Any]
 TTL_S = 60.0
@@ -99,6 +100,20 @@ async def test_a_refusal_does_not_take_the_key_from_a_newer_submission(
 
     [result] = await other.submit([keyed("r3")])
     assert result.status is SubmitStatus.ELSEWHERE
+
+
+async def test_the_claim_stays_where_the_record_refuses_the_end(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    """Otherwise another shard could take the key of a request that goes on."""
+    store = await open_shard()
+    await accept(store, keyed("r1"))
+    stale = a_commit("r1", lease_epoch=7, end=End.STOP)
+    assert await One(store).commit(stale) is TransitionStatus.STALE
+    await store.settle_claims()
+
+    [claim] = await claims(client)
+    assert await client.ttl(claim) > TTL_S + CLAIM_SLACK_S
 
 
 async def test_the_claim_outlives_the_ended_request_a_little(
