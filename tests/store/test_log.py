@@ -523,6 +523,15 @@ class TestRepetition:
         assert await entries(store, client) == ["1-0"]
         assert await One(store).commit(a_commit(position=3)) is OK
 
+    async def test_of_which_the_answer_is_known_is_answered_to_the_leader_alone(
+        self, store: Store, client: redis_client.Redis
+    ) -> None:
+        await reported(store, "r1")
+        await client.set(store.keys.leader(), "9-other b:1")
+        for known in (a_commit(), a_commit(position=9)):
+            with pytest.raises(Fenced):
+                await One(store).commit(known)
+
     async def test_of_a_report_under_an_old_lease_is_stale(self, store: Store) -> None:
         await accept(store, a_request())
         await lease(store)
