@@ -501,6 +501,8 @@ class Store:
                 stored = self.tails.continued(stored) if knows else log.continued(stored)
             if stored is not None and knows:
                 self.tails.resolved(stored)
+            if stored is not None and stored.end is not None:
+                self.let_go(stored.request_id)
             found.append(stored)
         return found
 

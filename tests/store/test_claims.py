@@ -163,6 +163,23 @@ async def test_a_submission_with_the_key_of_an_ended_request_does_not_prolong_th
     assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
 
 
+async def test_a_submission_that_comes_again_after_the_end_does_not_prolong_the_claim_either(
+    open_shard: OpenShard, client: redis_client.Redis
+) -> None:
+    """Its gateway did not get the answer. The leader answers from the record."""
+    store = await open_shard()
+    await accept(store, keyed("r1"))
+    await One(store).finish(a_finish("r1"))
+    await store.settle_claims()
+    await accept(store, keyed("r1"))
+    assert list(await store.read_all(["r1"])) == ["r1"]
+    await store.settle_claims()
+
+    [claim] = await claims(client)
+    assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
+    assert not store.expires_with
+
+
 async def test_a_submission_with_the_key_of_an_unfinished_request_leaves_the_claim(
     open_shard: OpenShard, client: redis_client.Redis
 ) -> None:
