@@ -317,6 +317,7 @@ class TestFolding:
         await fold(store)
 
         assert await client.hget(store.keys.request("r1"), "rounds") == b"4"
+        assert (await read(store)).first_token_unix_ms is None
         assert store.tails.unfolded == {}
 
     @pytest.mark.parametrize("apart", [True, False], ids=["a turn each", "one turn"])
