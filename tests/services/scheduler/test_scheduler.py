@@ -600,6 +600,23 @@ async def test_a_loop_that_is_behind_catches_up_in_turns_of_bounded_size(
     assert submitted == [MAX_TURN, MAX_TURN, 1]
 
 
+async def test_a_peer_that_a_busy_loop_does_not_read_does_not_count_as_silent(
+    start: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = await start(silence_s=1.5)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "held back") as held_back:
+        await client.submit("r1", keep=True)
+        lease = (await held_back.assigned("r1"))["r1"].lease_epoch
+        monkeypatch.setattr("scheduler_svc.leader.loop.MAX_INBOX", -1)  # so that it is behind all the time
+        await held_back.run_round("r1", lease, 0, [10])
+        async with worker(scheduler.address, "silent") as silent:  # since a later time
+            await silent.wait_ended()
+        assert not held_back.ended
+
+        monkeypatch.undo()
+        await held_back.run_round("r1", lease, 1, [11], end=STOP)
+
+
 async def test_a_request_without_a_client_is_cancelled_after_its_grace(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client:
         await client.submit("r1", grace_ms=0)
