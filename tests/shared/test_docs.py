@@ -82,6 +82,28 @@ def test_troubleshooting_quotes_what_the_programs_say() -> None:
     assert [part for part in parts if len(part) > 4 and part not in said] == []
 
 
+def test_troubleshooting_explains_every_warning_and_error_that_a_service_logs() -> None:
+    page = " ".join((DOCS / "troubleshooting.md").read_text(encoding="utf-8").split())
+
+    logged = {message for package in PACKAGES for message in _warnings(ROOT / package)}
+
+    assert len(logged) > 30
+    assert sorted(message for message in logged if message not in page) == []
+
+
+def _warnings(folder: Path) -> Iterator[str]:
+    """Yield the messages of a package at warning or above, up to their first colon or part that differs."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="log"), attr="warning" | "error"),
+                    args=[ast.Constant(value=str(message)), *_],
+                ):
+                    parts = re.split(r"%[sd]|:", message)
+                    yield next(part.strip() for part in parts if part.strip())
+
+
 def test_every_variable_that_a_page_names_exists() -> None:
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]
     named = {
