@@ -226,6 +226,13 @@ async def until_first_ends(*parts: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in ended:
-        if not task.cancelled():
-            task.result()
+    try:
+        for task in ended:
+            if not task.cancelled():
+                task.result()
+    finally:
+        # The error has this frame in its traceback, and its task has the error. If the frame had the task, the connection
+        # would stay open until Python looks for cycles.
+        tasks.clear()
+        ended.clear()
+        del task

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -220,3 +223,29 @@ async def test_the_first_part_to_end_ends_the_others() -> None:
     await until_first_ends(end(), endless("c"))
 
     assert sorted(cancelled) == ["a", "b", "c"]
+
+
+async def test_an_error_that_was_handled_leaves_nothing_of_its_connection() -> None:
+    """Otherwise the connection stays open: gRPC closes it when its last call is gone."""
+
+    class Connection:
+        pass
+
+    async def endless() -> None:
+        await asyncio.Event().wait()
+
+    async def read(connection: Connection) -> None:
+        raise ValueError(connection)
+
+    connection = Connection()
+    left = weakref.ref(connection)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            await until_first_ends(read(connection), endless())
+        del connection
+        await asyncio.sleep(0)  # the event loop lets go of what it has run
+
+        assert left() is None
+    finally:
+        gc.enable()
