@@ -245,6 +245,21 @@ class TestCutRequests:
         after = lengths.predict(features, "", "")
         assert before is not None and after is not None and after > 1.1 * before
 
+    @pytest.mark.parametrize("before", [40, 500], ids=["of the first requests", "of later ones"])
+    def test_one_shows_less_than_an_end_where_it_is_expected_to_end(self, before: int) -> None:
+        """A cut at the prediction: the expected rest is that of half of a normal distribution."""
+        features = next(features for features, length in prompts(50, seed=5) if length > 500)
+        at_cut, at_end = learned(prompts(before)), learned(prompts(before))
+        predicted = at_cut.predict(features, "", "")
+        assert predicted is not None
+        at_cut.learn(features, "", "", round(predicted), cut=True)
+        beyond = math.exp(math.sqrt(ERROR_VARIANCE * 2 / math.pi))
+        at_end.learn(features, "", "", round(predicted * beyond), cut=False)
+        after_cut, after_end = (one.predict(features, "", "") for one in (at_cut, at_end))
+
+        assert after_cut is not None and after_end is not None
+        assert 1.02 < after_cut / predicted < 0.98 * after_end / predicted
+
 
 def served(count: int, at_once: int, *, outlived: bool) -> PromptLengths:
     """Return what it learns of requests that run side by side, one token each in a round; `outlived`: of those that
@@ -395,6 +410,16 @@ class TestRequestsThatRun:
         lengths.outlived(features, "", "", 128)
         after = lengths.predict(features, "", "")
         assert before is not None and after is not None and after > 1.1 * before
+
+    @pytest.mark.parametrize("before", [40, 500], ids=["of the first requests", "of later ones"])
+    def test_the_first_of_a_class_or_tenant_raises_what_the_others_of_it_get(self, before: int) -> None:
+        lengths = learned(prompts(before))
+        lengths.outlived(prompts(1, seed=7)[0][0], "new", "too", 4000)
+        other = prompts(1, seed=8)[0][0]
+        for names, of_others in ((("new", ""), ("another", "")), (("", "too"), ("", "another"))):
+            raised, unchanged = lengths.predict(other, *names), lengths.predict(other, *of_others)
+            assert raised is not None and unchanged is not None
+            assert raised > 1.02 * unchanged
 
     def test_one_that_has_just_begun_shows_nothing(self) -> None:
         lengths = learned(prompts(500))
