@@ -1,4 +1,4 @@
-"""Which tokens have text: special ones, and those that end an output, by the parameters of its request."""
+"""Which tokens of an output have text, by the parameters of its request, and which a client gets that continues it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.links.client_stream import Accepted, Batch
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.service.specifications import text_parameters
 from laps_sd.v1.gateway_link_pb2 import RequestEnd
-from laps_sd.v1.inference_pb2 import SamplingParams
+from laps_sd.v1.inference_pb2 import Cursor, SamplingParams, TokenLogprobs
 
 
 def text_of(model: ModelFiles, ids: list[int], **sampling: object) -> str:
@@ -38,3 +38,25 @@ def test_a_stop_token_has_text_if_it_is_to_be_included(model: ModelFiles) -> Non
     ids = model.encode_rendered("hello.")
     assert text_of(model, ids, stop_token_ids=ids[-1:]) == "hello"
     assert text_of(model, ids, stop_token_ids=ids[-1:], include_stop_str_in_output=True) == "hello."
+
+
+def test_a_client_that_continues_gets_what_is_after_its_cursor_wherever_batches_are_cut(
+    model: ModelFiles,
+) -> None:
+    accepted = Accepted("s0.a", 3, 1, (), True, "tiny")
+    ids = model.encode_rendered("hello hello hello")
+    after = 3
+    continued = Output(accepted, model, Cursor(next_token=after, text_offset=0))
+    got: list[int] = []
+    for first in range(0, len(ids), 2):
+        some = range(first, min(first + 2, len(ids)))
+        batch = Batch(first, [ids[at] for at in some], [TokenLogprobs(logprob=-at) for at in some])
+        piece = continued.add(batch)
+        assert (piece.first_token, piece.next_token) == (
+            min(max(first, after), some.stop),
+            max(some.stop, after),
+        )
+        assert [one.logprob for one in piece.logprobs] == [-at for at in some if at >= after]
+        got += piece.token_ids
+
+    assert got == ids[after:]
