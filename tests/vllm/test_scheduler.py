@@ -349,6 +349,8 @@ def test_a_cancelled_request_leaves_nothing(paused: bool) -> None:
     assert not server.scheduler.requests
     assert not worker.core.queue(server.now_s, 10)
     assert not worker._epochs
+    assert not server.scheduler._known
+    assert not worker.judged, "each is counted once"
     pool = server.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == server.scheduler.pool_blocks
 
