@@ -491,7 +491,7 @@ class TestMetricsPage:
         assert self.pauses(folder) == {"0": 3.0, "1": 3.0}
 
     def test_another_server_is_not(self, folder: Path) -> None:
-        self.published(folder, 1, os.getpid())
+        self.published(folder, os.getpid() + os.getppid(), os.getpid())  # neither this process nor its parent
 
         assert self.pauses(folder) == {}
 
