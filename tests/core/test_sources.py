@@ -7,10 +7,12 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
 from scheduler_svc.core.estimates.basis import Basis
+from scheduler_svc.core.estimates.calibration import GuessHistory
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.sources import (
     ENOUGH_PREDICTIONS,
@@ -156,6 +158,11 @@ class TestWorkers:
             prediction.without_it = 50.0
             history.observe(prediction, 100)
         assert not history.is_used
+
+    def test_all_of_it_is_kept(self) -> None:
+        """Its fields are named one by one, since `dataclasses.asdict` is slow."""
+        history = StageHistory(GuessHistory(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), 7.0, 8.0)
+        assert history.to_dict() == asdict(history)
 
     def test_it_is_not_used_before_some_were_judged(self) -> None:
         for count in (int(ENOUGH_PREDICTIONS) - 1, 60):

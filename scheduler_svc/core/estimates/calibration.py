@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar, final
 
 Key = TypeVar("Key")
@@ -91,6 +91,19 @@ class GuessHistory:
         self.guess_squares = self.guess_squares * _KEEP + x * x
         self.products = self.products * _KEEP + x * y
 
+    def sums(self) -> list[float]:
+        """Return the fields in their order. `dataclasses.astuple` takes eight times as long, and a leader that saves what it
+        has learnt does nothing else meanwhile.
+        """
+        return [
+            self.weight,
+            self.lengths,
+            self.guesses,
+            self.length_squares,
+            self.guess_squares,
+            self.products,
+        ]
+
     def calibrated(self, prior: Calibration, prior_weight: float = GUESS_WEIGHT) -> Calibration:
         """Return the line through this history and `prior_weight` requests on the prior's line, around the
         same lengths; the spread is that of this history and of `prior_weight` requests with the assumed one.
@@ -110,6 +123,10 @@ class GuessHistory:
         squares = of_guesses - 2 * slope * of_both + slope * slope * of_lengths + weight * miss * miss
         variance = (max(0.0, squares) + prior_weight * ASSUMED.variance) / (weight + prior_weight)
         return Calibration(slope, offset, max(_LEAST_VARIANCE, variance))
+
+
+SUMS: Final = tuple(field.name for field in fields(GuessHistory))
+"""Names of these sums, in the order of `GuessHistory.sums`."""
 
 
 class TenantGuesses:
@@ -195,10 +212,10 @@ class GuessSource:
         """Return plain numbers, lists and dictionaries, for JSON."""
         tenants = self.tenants
         return {
-            "everyone": list(astuple(self.everyone)),
-            "classes": {name: list(astuple(history)) for name, history in self.classes.items()},
-            "tenants": {tenant: list(astuple(history)) for tenant, history in tenants.by_tenant.items()},
-            "tenants_by_class": [[*key, *astuple(history)] for key, history in tenants.by_class.items()],
+            "everyone": self.everyone.sums(),
+            "classes": {name: history.sums() for name, history in self.classes.items()},
+            "tenants": {tenant: history.sums() for tenant, history in tenants.by_tenant.items()},
+            "tenants_by_class": [[*key, *history.sums()] for key, history in tenants.by_class.items()],
         }
 
     @classmethod

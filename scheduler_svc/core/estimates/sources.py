@@ -9,10 +9,10 @@ where such predictions were closer than the estimate without them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from scheduler_svc.core.estimates.calibration import GuessHistory
+from scheduler_svc.core.estimates.calibration import SUMS, GuessHistory
 from scheduler_svc.core.native import mypyc_attr
 
 STAGES: Final = 7
@@ -98,7 +98,8 @@ class StageHistory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, for JSON."""
-        return asdict(self)
+        guesses = dict(zip(SUMS, self.guesses.sums(), strict=True))
+        return {"guesses": guesses, "with_them": self.with_them, "without_them": self.without_them}
 
 
 def stages_to_list(stages: list[StageHistory]) -> list[dict[str, Any]]:
