@@ -47,5 +47,9 @@ class VllmSettings(Settings):
 
     def problems(self) -> Iterator[str]:
         """Return what no single field can check."""
-        if self.learnt_file is not None and not self.learnt_file.parent.is_dir():
+        if self.learnt_file is None:
+            return
+        if self.learnt_file.is_dir():
+            yield f"LAPS_SD_LEARNT_FILE must be a file, got the folder {self.learnt_file}"
+        elif not self.learnt_file.parent.is_dir():
             yield f"LAPS_SD_LEARNT_FILE must be in a folder that exists, got {self.learnt_file}"

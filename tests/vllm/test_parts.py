@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, write_to_textfile
 
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import features_of_tokens, packed
+from laps_sd.service.config import ConfigError, load
 from laps_vllm.hints import MAX_CLASS_CHARACTERS, hints_of
 from laps_vllm.learnt_file import MAX_FILE_BYTES, LearntFile
 from laps_vllm.merged_steps import MergedSteps, Step
@@ -24,6 +25,7 @@ from laps_vllm.metrics import Metrics
 from laps_vllm.metrics_page import EngineFiles, file_of
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.prompt_features import PromptTokens
+from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.estimates.priors import Priors
@@ -360,6 +362,14 @@ class TestLearntFile:
             file.save()
 
         assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+    @pytest.mark.parametrize(
+        ("name", "problem"),
+        [("", "must be a file, got the folder"), ("missing/l", "in a folder that exists")],
+    )
+    def test_a_path_at_which_no_file_can_be_is_refused(self, tmp_path: Path, name: str, problem: str) -> None:
+        with pytest.raises(ConfigError, match=problem):
+            load(VllmSettings, environ={"LAPS_SD_LEARNT_FILE": str(tmp_path / name)})
 
     def test_each_data_parallel_rank_has_its_own(self, tmp_path: Path) -> None:
         assert [LearntFile(tmp_path / "l", rank=rank).path.name for rank in (0, 1)] == ["l", "l.1"]
