@@ -1,4 +1,4 @@
-"""Faults of vLLM that users meet with speculation or chunked prefill, by version: a sentence for each that a
+"""Faults of vLLM that users meet with speculation, chunked prefill or LoRA, by version: a sentence for each that a
 configuration can hit. docs/vllm.md has the list with the measurements.
 """
 
@@ -24,6 +24,11 @@ def warnings(config: Any, version: str) -> Iterator[str]:
             yield (
                 "vLLM 0.32 on a CPU fails on a request with a seed whose prompt is longer than a step"
                 " (--max-num-batched-tokens): the engine ends with 'CPU Generator does not use offset'"
+            )
+        if config.lora_config is not None:
+            yield (
+                "vLLM 0.32 on a CPU computes requests without a LoRA adapter with one that is loaded: send them to another"
+                " server"
             )
     if speculative is not None and not getattr(config, "use_v2_model_runner", False):
         yield "vLLM's first model runner ignores min_p and logit_bias with speculation"

@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry, write_to_textfile
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import features_of_tokens, packed
 from laps_sd.service.config import ConfigError, load
+from laps_vllm import known_faults
 from laps_vllm.hints import MAX_CLASS_CHARACTERS, hints_of
 from laps_vllm.learnt_file import MAX_FILE_BYTES, LearntFile
 from laps_vllm.merged_steps import MergedSteps, Step
@@ -546,3 +548,22 @@ class TestVersions:
             VersionError, match=r"Scheduler\.schedule, .*SchedulerOutput\.num_scheduled_tokens"
         ):
             check_names(TestHints, TestHints, TestHints, "9.9.9")
+
+
+class TestKnownFaults:
+    def config(self, device: str, lora: object) -> Any:
+        return SimpleNamespace(
+            device_config=SimpleNamespace(device_type=device),
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
+            speculative_config=None,
+            lora_config=lora,
+        )
+
+    def test_lora_on_a_cpu_is_one(self) -> None:
+        (warning,) = known_faults.warnings(self.config("cpu", object()), "0.32.0")
+
+        assert "without a LoRA adapter" in warning
+
+    @pytest.mark.parametrize(("device", "lora"), [("cpu", None), ("cuda", object())])
+    def test_without_lora_or_on_a_gpu_it_is_none(self, device: str, lora: object) -> None:
+        assert list(known_faults.warnings(self.config(device, lora), "0.32.0")) == []
