@@ -180,7 +180,7 @@ class PromptLengths:
         fresh_error, warm_error = _limited(fresh_error), _limited(warm_error)
         self._fresh_loss = self._fresh_loss * LOSS_KEEP + weight * fresh_error * fresh_error
         self._warm_loss = self._warm_loss * LOSS_KEEP + weight * warm_error * warm_error
-        self._observe(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
+        self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=True)
         self.learned += 1
         return before
 
@@ -196,30 +196,8 @@ class PromptLengths:
         fresh_error, warm_error, weight = _beyond(log_tokens - sums.fresh, log_tokens - sums.warm)
         if weight >= LEAST_WEIGHT:
             errors = _limited(fresh_error), _limited(warm_error)
-            self._observe(features, sums, *errors, weight, workload_class, tenant, ended=False)
+            self._move(features, sums, *errors, weight, workload_class, tenant, ended=False)
         return before
-
-    def _observe(
-        self,
-        features: bytes,
-        sums: _Sums,
-        fresh_error: float,
-        warm_error: float,
-        weight: float,
-        workload_class: str,
-        tenant: str,
-        *,
-        ended: bool,
-    ) -> None:
-        """Move everything that the sums were made of towards the observed length: exactly for the first requests, by the
-        diagonal variances later."""
-        if self._first is None or sums.explained is None:
-            self._move(features, sums, fresh_error, warm_error, weight, workload_class, tenant, ended=ended)
-            return
-        if ended:
-            # This only reduces the variances, for when the diagonal ones are all that there is.
-            self._move(features, sums, 0.0, 0.0, weight, workload_class, tenant, ended=True)
-        self._move_exactly(self._first, sums.explained, fresh_error, warm_error, weight, ended=ended)
 
     def _settle(self) -> None:
         """Add to weights and locations what is kept for those of the first requests, to read them one by one."""
@@ -249,10 +227,10 @@ class PromptLengths:
         factor_gain = start * warm_gain
         self._factor += factor_gain
         self._unsettled = 0
+        request = found.request
+        _newest(self._classes, request.workload_class, MOST_CLASSES)
+        _newest(self._tenants, request.tenant, MOST_TENANTS)
         if not ended:
-            request = found.request
-            _newest(self._classes, request.workload_class, MOST_CLASSES)
-            _newest(self._tenants, request.tenant, MOST_TENANTS)
             self._add_to_weights(request, fresh_gain, warm_gain)
             self._add_to_locations(request, fresh_gain, warm_gain)
             first.move(found, fresh_gain, warm_gain, factor_gain)
@@ -302,8 +280,15 @@ class PromptLengths:
         *,
         ended: bool,
     ) -> None:
-        """Move everything by the diagonal variances. These change with a request that has `ended` only: the end of the
-        others will be observed too."""
+        """Move everything that the sums were made of towards the observed length: exactly for the first requests, by the
+        diagonal variances later. These change with a request that has `ended` only: the end of the others will be
+        observed too."""
+        if self._first is not None and sums.explained is not None:
+            self._move_exactly(self._first, sums.explained, fresh_error, warm_error, weight, ended=ended)
+            if not ended:
+                return
+            # What remains reduces the variances, for when the diagonal ones are all that there is.
+            fresh_error = warm_error = 0.0
         variances, fresh, warm, size = self._variances, self._fresh, self._warm, len(features)
         scale, start = sums.scale, sums.start
         locations = [
