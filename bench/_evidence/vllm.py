@@ -24,7 +24,7 @@ BOUNDS = (
     "  less than 1 %. `LAPS_SD_POLICY=sjf-length`, which does not preempt, has a p99 of 0.95 and a mean of 0.99 of priority's, where `laps-sd` has 0.94.",
     "- *Core and choose.* With guesses 45 % of the instructions are for the 2.8 requests that end and arrive in a step (without hints 30 %, for 1.5 of them): what is learnt from a request,",
     "  and four waiting requests that are ranked again. A rank with a guess needs the lengths that are likely near it, which are computed again whenever a table of lengths was.",
-    "- *Tokens while a full batch waits.* A step of the pair takes 7 ms here (13 ms in the run of 2026-11-25, with the pair of that day on a slower machine, where LAPS-SD had 1.05), and our part of it",
+    "- *Tokens while a full batch waits.* A step of the pair takes 7 ms on a faster machine (12 in the run above), and our part of it there",
     "  0.46 ms more than FCFS's, of which 0.17 ms remain where no model's weights displace its memory from the caches (virtual runner). With as many tokens in a step 0.98 needs a step of 11 ms or more.",
     "- *A worker's engine over vLLM.* With the demo pair a worker adds 0.20 ms to a step of 4.8 ms (quiet machine), for its report, its rows and its choice: 0.96 of the tokens per CPU second.",
     "  0.97 needs 0.15 ms, or a model whose step takes 6.5 ms or more.",
