@@ -1,8 +1,8 @@
 """The scheduling core and `choose` for one engine in the same process: no network, no record.
 
 The caller reports arrivals, ends and steps, and gets the requests of each step. One step of the engine is one
-round of the only worker that the core knows. With many slots the core receives steps merged (`MergedSteps`),
-and arrivals and ends with them; at once where a place is free. A choice is repeated while nothing that it
+round of the only worker that the core knows. With many slots, or fewer requests than slots, the core receives steps
+merged (`MergedSteps`), and arrivals and ends with them; at once where a place is free. A choice is repeated while nothing that it
 depends on has changed. Why: docs/decisions/0032.
 
 Invariants
@@ -114,7 +114,7 @@ class OneWorker:
         `state` returns None for a request that cannot run now (it has ended, or waits for something else). While
         KV is plentiful it is not called in each step.
         """
-        if self._report_steps == 1 or self._unreported.count >= self._report_steps:
+        if self._is_due():
             self.decide(now_s)
         if self._plentiful and self._unread_steps < self._report_steps:
             self._unread_steps += 1
@@ -128,6 +128,14 @@ class OneWorker:
             self.decide(now_s)
             candidates = self._read(state)
         return self._chosen(candidates, state)
+
+    def _is_due(self) -> bool:
+        """Return whether the core decides before the next choice. Where all requests fit in a step, no rank decides who
+        runs, so newer ranks change nothing.
+        """
+        if len(self._unfinished) <= self.facts.slots:
+            return bool(self._events) or self._unreported.count >= MOST_REPORT_STEPS
+        return self._report_steps == 1 or self._unreported.count >= self._report_steps
 
     def decide(self, now_s: float) -> None:
         """Let the core take in all that has happened, and decide."""

@@ -120,10 +120,10 @@ class TestOneWorker:
         one.arrived(facts("a", 1, 100))
         one.choose(0.0, now.get)
         one.report([Step("a", 0, 4, 0, 0, 16, None)], {"a"}, decode_s=0.02, prefill_s=0.1, free_blocks=9)
-        one.choose(0.1, now.get)
+        one.decide(0.1)
         running = one.core.explain("a", 0.1)
         one.report([], set(), decode_s=0.02, prefill_s=0.0, free_blocks=10)
-        one.choose(0.2, now.get)
+        one.decide(0.2)
         evicted = one.core.explain("a", 0.2)
 
         assert running is not None
@@ -181,6 +181,26 @@ class TestStepsAreMerged:
 
         assert len(run) == 32
         assert known == [0] * MOST_REPORT_STEPS + [MOST_REPORT_STEPS] * MOST_REPORT_STEPS
+
+    @pytest.mark.parametrize("slots", [1, 8])
+    def test_where_all_fit_in_a_step_four_are_reported_at_once_with_few_slots_too(self, slots: int) -> None:
+        one, now = many(slots, waiting=0)
+        known = []
+        for _ in range(2 * MOST_REPORT_STEPS):
+            run = one.choose(0.0, now.get).run
+            known.append(emitted(one, run[0]))
+            step(one, now, run)
+
+        assert known == [0] * MOST_REPORT_STEPS + [MOST_REPORT_STEPS] * MOST_REPORT_STEPS
+
+    def test_one_more_than_fit_in_a_step_lets_the_core_decide_by_the_newest_step(self) -> None:
+        one, now = many(slots=8, waiting=0)
+        step(one, now, one.choose(0.0, now.get).run)
+        now["another"] = RequestNow(16, 0)
+        one.arrived(facts("another", 9, 100))
+        run = one.choose(0.0, now.get).run
+
+        assert emitted(one, run[0]) == 1
 
     def test_a_worker_with_few_slots_reports_each_step(self) -> None:
         one, now = many(slots=8)
