@@ -28,7 +28,7 @@ app = typer.Typer(
 
 @app.callback(no_args_is_help=True)
 def root(version: VersionOption = False) -> None:
-    """LAPS-SD serves language models with speculative decoding, in order of live acceptance."""
+    """LAPS-SD serves language models with speculative decoding; the shortest requests run first."""
 
 
 FIRST, OPERATE, PROGRAMS = "Start and use", "Look and act", "Single programs"
