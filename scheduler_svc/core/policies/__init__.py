@@ -1,4 +1,4 @@
-"""Policies: each computes a rank. Adding one takes one small file here and one line in `POLICIES`.
+"""Policies: each computes a rank. docs/how-to/add-a-policy.md has the steps to add one.
 
 A policy changes a rank only when it is called, that is when an event touches the request; it keeps no state
 of its own.
