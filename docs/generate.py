@@ -168,7 +168,8 @@ def metrics_page() -> str:
         "Each process serves its own metrics at `http://HOST:METRICS_PORT/metrics` (`LAPS_SD_METRICS_PORT`), together",
         "with those of the Python process (`process_…`, `python_…`). A histogram `x` is scraped as `x_bucket`, `x_sum`",
         "and `x_count`. No label is a request id, and a tenant is a label only if",
-        "[the file of keys](how-to/tenants.md) names it.",
+        "[the file of keys](how-to/tenants.md) names it. The metrics of the scheduler inside vLLM are on",
+        "[its page](vllm.md#metrics).",
     ]
     modules = [(title, module) for title, _, _, module in SERVICES]
     for title, module in [*modules, ("All services", certificates)]:
