@@ -184,8 +184,8 @@ class WorkerSettings(ServingSettings, LinkSettings):
     prefix_reuse_tokens: int = field(
         64,
         help="KV of an earlier request is reused if a prompt begins with at least this many of the same "
-        "tokens, and the gateway allows it (LAPS_SD_SHARE_PROMPTS). Smaller: more lookups for less gain. 0:"
-        " never",
+        "tokens, and the same tenant sent it, or any tenant with LAPS_SD_SHARE_PROMPTS at the gateway. Smaller: more "
+        "lookups for less gain. 0: never",
         minimum=0,
     )
 
