@@ -7,7 +7,7 @@ The caller's contract, per step:
   3. Then acknowledge reports, show committed tokens to clients, and send Drop and Assign to the workers.
 
 Commands made for every request of every round have their constructors written out, for the reason given in
-`core/policies/rank.py`.
+`core/rank.py`.
 """
 
 from __future__ import annotations
