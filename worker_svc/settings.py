@@ -75,7 +75,9 @@ class WorkerSettings(ServingSettings, LinkSettings):
     trust_remote_code: bool = field(
         False, help="Run Python code that comes with a model directory; it can do whatever this process can"
     )
-    device: str = field("cpu", help="cpu, cuda or cuda:N")
+    device: str = field(
+        "cpu", help="cpu, cuda or cuda:N; this engine is slow on GPUs, LAPS_SD_ENGINE=vllm is for them"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         "auto",
         help="Arithmetic of both models; only float32 gives the same text on every kind of machine. auto: that of the "

@@ -105,7 +105,7 @@ def up(
         str | None,
         typer.Option(
             envvar="LAPS_SD_DEVICE",
-            help="cpu, cuda or cuda:N (default: cpu).",
+            help="cpu, cuda or cuda:N (default: cpu). On GPUs this engine is slow: --engine vllm is for them.",
             show_default=False,
             rich_help_panel=MODELS,
         ),
