@@ -39,7 +39,7 @@ def explain(
     tls_name: dial.TlsNameOption = "",
     as_json: dial.JsonOption = False,
 ) -> None:
-    """Show the place of a request and its reasons: level, rank, estimate (seconds of machine time) and story."""
+    """Show the place of a request and its reasons: level, rank, estimate (seconds of machine time) and timeline."""
     with dial.channel(dial.gateway(url), tls_ca, name=tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         reply = stub.Explain(
