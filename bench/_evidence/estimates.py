@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench._evidence.phrases import predictor_text, share
+from bench._evidence.phrases import predictor_text, predictors_text, share
 from bench._evidence.results import Results, Row
 from bench._markdown import table
 from bench._policy.regime import OURS, RIVALS
@@ -49,7 +49,7 @@ def levels(results: Results) -> Iterator[str]:
         (
             (
                 f"`{regime}`",
-                predictor_text(results.regimes[regime]["workload"]["predictor"]),
+                predictors_text(results.regimes[regime]["workload"]),
                 f"`{named(name)}`",
                 share(row["perceptible_at_arrival_share"]),
                 share(row["perceptible_share"]),

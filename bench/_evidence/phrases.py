@@ -57,8 +57,23 @@ def predictor_text(predictor: Row) -> str:
         "recorded": "recorded classifier",
         "prompt": "words of the prompt",
         "shuffled": "words of other prompts",
+        "short": "words as in the prompts with the shortest answers",
+        "constant": f"always {predictor['value']}",
         "none": "none",
     }[predictor["kind"]]
+
+
+def predictors_text(workload: Row) -> str:
+    """Return the length predictions of a workload as text, with the number of tenants where these differ."""
+    tenants: dict[str, int] = {}
+    for tenant in workload.get("tenants") or ():
+        text = predictor_text(tenant["predictor"])
+        tenants[text] = tenants.get(text, 0) + tenant["count"]
+    if len(tenants) > 1:
+        return "; ".join(
+            f"{text} ({count} of {sum(tenants.values())} tenants)" for text, count in tenants.items()
+        )
+    return next(iter(tenants), predictor_text(workload["predictor"]))
 
 
 def arrivals_text(arrivals: Row) -> str:

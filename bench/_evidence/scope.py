@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from bench._evidence.phrases import acceptance_text, against, arrivals_text, lengths_text, predictor_text
+from bench._evidence.phrases import acceptance_text, against, arrivals_text, lengths_text, predictors_text
 from bench._evidence.results import Results, Row
 from bench._markdown import spread, table
 from bench._policy.regime import OURS, RIVALS
@@ -22,6 +22,9 @@ ORIGINS = {
     "(Xiang et al., arXiv 2505.09999); Apache-2.0",
     "acceptance/per_step.jsonl.gz": "logs of the Spec-Bench harness (yukiki-jc, BNukhkadiev, BrodskaiaIrina) and of REST: tokens of "
     "each verification step, greedy, batch 1; Apache-2.0",
+    "lengths/alpaca_eval_derived.jsonl.gz": "alpaca_eval: prompts, and lengths of the answers of chat models; CC BY-NC",
+    "lengths/prompts.jsonl.gz": "prompts and lengths of answers of the sources that [prompts.toml](../bench/regimes/prompts.toml) names; "
+    "[origin and licence](lengths.md#where-the-start-weights-come-from) of all but HaluEval",
     "prompts/mbpp.jsonl.gz": "MBPP (Austin et al., 2021): characters of the reference programs; CC BY 4.0",
 }
 """Recordings that regimes use."""
@@ -55,7 +58,8 @@ def paper(results: Results) -> Iterator[str]:
 
 def data(results: Results) -> Iterator[str]:
     yield from ("## On what data", "")
-    yield "Every regime is a file of [bench/regimes](../bench/regimes)."
+    yield "Every regime is a file of [bench/regimes](../bench/regimes). *After 1200*: the scheduler has learned from 1,200 other requests of the regime before the"
+    yield "first one arrives; elsewhere it begins with nothing."
     rows = []
     files: set[str] = set()
     for name, regime in results.regimes.items():
@@ -79,11 +83,12 @@ def data(results: Results) -> Iterator[str]:
                 regime["title"],
                 machines,
                 arrivals_text(workload["arrivals"]),
-                str(workload["requests"]),
+                str(workload["requests"])
+                + (f", after {learned}" if (learned := workload.get("learned")) else ""),
                 "recorded" if traced else outputs,
                 "recorded" if traced else prompts,
                 "; ".join(dict.fromkeys(acceptance_text(kind["acceptance"]) for kind in kinds)),
-                predictor_text(workload["predictor"]),
+                predictors_text(workload),
             )
         )
     yield from table(
@@ -124,9 +129,11 @@ def limits(results: Results) -> Iterator[str]:
         "  replayed request that is longer than its recording starts it again.",
         "- Acceptance and length are drawn independently of each other and of the prompt's length, except what the class of a request has in common.",
         "- `σ` errors of a length prediction are independent of everything else. Real predictors are worse than σ 0.3 and err in ways that depend on",
-        "  the request: the recorded classifier is the only real one here.",
-        "- Predictions are made once, at arrival. No request is cancelled, no worker fails, no prompt shares a prefix with another.",
-        "- A regime is stationary (but for bursts), and the learning starts with no history in each run: its cost is in the figures.",
+        "  the request: the recorded classifier and the words of prompts are the only real ones here.",
+        "- The predictor of the `prompts` regimes begins with start weights that were fitted to sources of most of these prompts",
+        "  ([how much](lengths.md#how-good-it-is)).",
+        "- Hints and recorded predictions are made once, at arrival. No request is cancelled, no worker fails, no prompt shares a prefix with another.",
+        "- A regime is stationary (but for bursts). The cost of learning is in the figures, except in the regimes that begin *after 1200* requests.",
         "- Intervals are over seeds of the same regime. They do not cover other regimes.",
         "",
         "That the simulator itself is right is tested: FCFS against the recursion of Lindley and the formula of Pollaczek and Khinchine, the oracle against",

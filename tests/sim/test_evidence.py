@@ -149,6 +149,17 @@ def test_every_figure_of_every_rival_is_on_the_page(found):
     assert str(found.parent) not in text.replace(results.about["command"], ""), "no path of this machine"
 
 
+def test_the_data_of_a_regime_name_the_predictions_of_its_tenants_and_what_was_learned_before():
+    text = page(Results(newest("policy")))
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", section(text, "On what data"), re.MULTILINE))
+
+    assert rows["chat"].endswith("| σ 0.3")
+    assert rows["silent"].endswith("| σ 0.3 (8 of 10 tenants); none (2 of 10 tenants)")
+    assert rows["prompts-tenants"].endswith("| words of the prompt")
+    assert "| 1500, after 1200 |" in rows["prompts-tenants"]
+    assert "| 1500 |" in rows["chat"]
+
+
 def test_the_paper_is_never_said_to_have_found_what_was_found_here(found):
     paper = section(page(Results(found)), "The paper's 39 %")
 
