@@ -65,7 +65,7 @@ def page(results: Results, measured: Mapping[str, Path] | None = None) -> str:
     ]
     parts = (
         head(results, written), goals(results), against_rivals(results), no_gain(results), tail(results), levels(results),
-        errors_of_estimates(results), paper(results), *(section.lines for section in written), data(results), limits(results),
+        errors_of_estimates(results), paper(results), data(results), limits(results), *(section.lines for section in written),
     )  # fmt: skip
     lines = [line for part in parts for line in part]
     text = "\n".join(lines).replace("\n\n\n", "\n\n")

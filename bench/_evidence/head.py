@@ -40,11 +40,11 @@ def head(results: Results, sections: Sequence[Section]) -> Iterator[str]:
     yield ""
     yield "These sections compare orders of the same requests on the same virtual machines: the production scheduling core runs in"
     yield "virtual time ([simulator](../simulator)), with the same estimates, memory rules and costs for every policy"
-    yield "([policies.md](policies.md)). What simulations leave out is [at the end](#limits-of-the-simulation)."
+    yield "([policies.md](policies.md)). [What simulations leave out](#limits-of-the-simulation)."
     yield ""
     yield f"Run on {about['date']}, {about['seeds']} seeds of each regime ([results](../bench/results/{results.name})):"
     yield from ("", "```", about["command"], "```", "")
-    yield "To repeat it, with the recordings of [the last but one section](#on-what-data) in a folder:"
+    yield "To repeat it, with [the recordings](#on-what-data) in a folder:"
     yield from ("", "```", f"{about['command']} --data FOLDER --json bench/results/DATE-policy.json")
     yield from ("python -m bench.evidence", "```", "")
     yield "Ratios are mean latencies divided, paired by seed (each seed draws the same jobs for every policy), geometric mean over seeds"
@@ -53,7 +53,7 @@ def head(results: Results, sections: Sequence[Section]) -> Iterator[str]:
     if results.reduced:
         yield ""
         yield "**This is a reduced run: its regimes are not those of [bench/regimes](../bench/regimes), and its figures show nothing but the form of this page.**"
-    yield from ("", "## In short", "")
+    yield from ("", "### In short", "")
     if fcfs:
         middles = [found[0] for found in fcfs]
         yield f"- Against `fcfs`: {_count(fcfs)}; ratios from {min(middles):.2f} to {max(middles):.2f}."

@@ -31,7 +31,7 @@ ORIGINS = {
 
 
 def paper(results: Results) -> Iterator[str]:
-    yield from (f"## The paper's {PAPER_CLAIM}", "")
+    yield from (f"### The paper's {PAPER_CLAIM}", "")
     yield f"LAPS-SD is the policy of {PAPER}, which reports about {PAPER_CLAIM} lower mean latency than state-of-the-art scheduling. We know of the paper what is"
     yield "public about it, partly at second hand. Number and thresholds of its levels, the rule of demotion, the test of stability, its predictors, its"
     yield "baselines by name, its figures by data set and its code are not public. `laps-sd-paper` is a reconstruction in which each gap is our choice, and"
@@ -57,7 +57,7 @@ def paper(results: Results) -> Iterator[str]:
 
 
 def data(results: Results) -> Iterator[str]:
-    yield from ("## On what data", "")
+    yield from ("### On what data", "")
     yield "Every regime is a file of [bench/regimes](../bench/regimes). *After 1200*: the scheduler has learned from 1,200 other requests of the regime before the"
     yield "first one arrives; elsewhere it begins with nothing."
     rows = []
@@ -120,7 +120,7 @@ def _costs(regime: Row) -> dict[str, float]:
 
 
 def limits(results: Results) -> Iterator[str]:
-    yield from ("## Limits of the simulation", "")
+    yield from ("### Limits of the simulation", "")
     yield from (
         "- The cost of a round is the formula above, with a fixed draft length. Real workers choose a new draft length for each round, and their",
         "  times scatter.",
@@ -138,4 +138,5 @@ def limits(results: Results) -> Iterator[str]:
         "",
         "That the simulator itself is right is tested: FCFS against the recursion of Lindley and the formula of Pollaczek and Khinchine, the oracle against",
         "exact SRPT, conservation of work for each policy, the same commands for the same jobs ([tests/sim](../tests/sim)).",
+        "",
     )
