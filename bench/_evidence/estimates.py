@@ -95,7 +95,7 @@ def errors_of_estimates(results: Results) -> Iterator[str]:
         (
             "regime",
             "length from",
-            "said at",
+            "estimated at",
             "requests",
             "all",
             "p10 … p50 … p90",

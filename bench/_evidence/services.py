@@ -31,6 +31,8 @@ def served(path: Path) -> Iterator[str]:
     yield f"same for every policy of a seed. {source}."
     yield "Ratios of mean latencies, paired by seed; *simulated* is the simulator's result for the same arrivals, lengths and rounds."
     yield "*Hints* is the error σ of ln(length) of the hints that the requests bring; with *none* they bring neither a hint nor a class."
+    yield "*Slowdown* is the mean of latency over the time that the request takes alone. Each run begins with what a warm-up of other requests has taught"
+    yield "([how many, and why the worker has one slot and rounds of 15 ms](../bench/README.md#serve))."
     if lengths:
         yield from _lengths(lengths)
     for scenario in dict.fromkeys(row["config"] for row in policies):
