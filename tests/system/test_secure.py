@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -286,6 +287,29 @@ def test_an_operator_with_a_certificate_sees_the_worker(
     )
 
     assert "worker-0" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize("command", ["workers", "queue"])
+def test_the_variables_of_a_gateway_are_enough_to_look_at_its_shard(
+    secure_stack: LocalStack, certificates: dict[str, Tls], command: str
+) -> None:
+    """As in a gateway's pod: docs/kubernetes.md, Look inside."""
+    own = certificates["gateway"]
+    variables = {
+        "LAPS_SD_LINK_TLS_CA": own.ca,
+        "LAPS_SD_LINK_TLS_CERT": own.cert,
+        "LAPS_SD_LINK_TLS_KEY": own.key,
+    }
+    shown = subprocess.run(
+        [sys.executable, "-m", "laps_sd", command, "--scheduler", secure_stack.scheduler_address],
+        capture_output=True,
+        text=True,
+        env=os.environ | {name: str(path) for name, path in variables.items()},
+        timeout=120,
+    )
+
+    assert shown.returncode == 0, shown.stderr
+    assert "worker-0" in shown.stdout or "0 requests" in shown.stdout
 
 
 def test_the_operators_terminal_reads_and_cancels_with_a_certificate(
