@@ -1,8 +1,8 @@
 """Commands of the core to its caller.
 
 The caller's contract, per step:
-  1. Carry out the record commands (Commit, Finish, Release, Lease, Rank) in the order given; nothing below
-     happens before the record holds them.
+  1. Carry out the record commands (Commit, Finish, Release, Lease) in the order given; nothing below happens
+     before the record holds them. Rank is none of them: its values are written with the request's next tokens.
   2. Answer refusals with `Refused` events at the next step, and leave refused requests out of `Assign`.
   3. Then acknowledge reports, show committed tokens to clients, and send Drop and Assign to the workers.
 

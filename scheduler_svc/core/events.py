@@ -314,7 +314,9 @@ class RoundReported:
 
 @dataclass(frozen=True, slots=True)
 class EndRequested:
-    """A reason outside the worker ends the request: a cancel, a deadline, a soft time limit, an error."""
+    """A request ends without a report of it: by a cancel, a deadline, a soft time limit, an error; inside vLLM by a
+    stop string, too.
+    """
 
     request_id: str
     end: End

@@ -97,8 +97,8 @@ class Scheduler:
             self._requests.recovered(request, ledger)
 
     def _publish(self, now_s: float) -> None:
-        """Apply the learnt priors to waiting requests, at intervals: often at first, when every round changes
-        them much.
+        """Start a new version of the priors, by which waiting requests are ranked again when they come into play: at
+        intervals, which are short at first, when every round changes the priors much.
         """
         if now_s >= self._publish_at_s:
             if self.priors.publish():

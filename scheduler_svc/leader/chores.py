@@ -18,10 +18,11 @@ from scheduler_svc.store.store import Store
 FOLLOW_CLOCK_S = 10.0
 """Seconds between two comparisons of the leader's clock with that of the record's server."""
 MEAN_REQUEST_S = "mean_request_s"
-ARRIVING_LOAD = "arriving_load"
-"""Key in the record, stored with what the policy has learnt: machine seconds that an unfinished request still
-needs on average.
+"""Name under which the record has, with what the policy has learnt, the machine seconds that an unfinished
+request still needs on average.
 """
+ARRIVING_LOAD = "arriving_load"
+"""The same for the number of workers that the arriving work keeps busy."""
 
 
 class Chores:

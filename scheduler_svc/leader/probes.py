@@ -24,7 +24,7 @@ class Probes:
     def __init__(self) -> None:
         self._by_kind: dict[ProbeKind, LearntProbe] = {}
         self.unsaved = False
-        """True if something has changed since `saved`."""
+        """True if something has changed since the owner last saved it, and set this to False."""
 
     def of(self, kind: ProbeKind) -> LearntProbe | None:
         """Return the probe of this kind, if there is one."""

@@ -46,7 +46,7 @@ class WorkerEntry:
 
 
 class Roster:
-    """Workers of the shard, by worker id and by the name that survives a restart."""
+    """Workers of the shard, by worker id."""
 
     def __init__(self, settings: SchedulerSettings, timers: Timers) -> None:
         self.workers: dict[str, WorkerEntry] = {}

@@ -47,7 +47,7 @@ class Fenced(StoreError):
 class RecordBehind(StoreError):
     """Expected: no other process has led, but the record was emptied, or may have lost the last of what was
     written (it was restarted, or another server answers in its place). Call `reclaim_leadership`, then
-    `Batch.restore` with the working copy.
+    `Batch.restore` with the working copy, then `Store.reclaimed`.
     """
 
 

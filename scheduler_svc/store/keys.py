@@ -56,7 +56,7 @@ class Keys:
         return self.prefix + "leader_count"
 
     def schema_version(self) -> str:
-        """string: SCHEMA_VERSION of the first writer · TTL: SHARD_TTL_S."""
+        """string: SCHEMA_VERSION of the newest leader · TTL: SHARD_TTL_S."""
         return self.prefix + "schema_version"
 
     def incarnation(self) -> str:
@@ -107,7 +107,7 @@ class Keys:
     # one request
 
     def request(self, request_id: str) -> str:
-        """hash of plain fields (see `Store`) · TTL: none until it ends, then `finished_ttl_s`."""
+        """hash of plain fields (see `codec.py`) · TTL: none until it ends, then `finished_ttl_s`."""
         return f"{self.prefix}request:{request_id}"
 
     def tokens(self, request_id: str) -> str:
@@ -115,8 +115,9 @@ class Keys:
         return f"{self.prefix}tokens:{request_id}"
 
     def payload(self, request_id: str) -> str:
-        """hash `prompt` (token ids as above), `submission` (protobuf), `story` (JSON, at the end) · TTL as
-        the request's."""
+        """hash `prompt` (token ids as above), `submission` (protobuf), `length_features` and `prompt_blocks` (packed,
+        until the end), `prompt_logprobs` (protobuf, from the first token on), `story` (JSON, at the end) · TTL as the
+        request's."""
         return f"{self.prefix}payload:{request_id}"
 
     def idempotency(self, tenant: str, idempotency_key: str) -> str:

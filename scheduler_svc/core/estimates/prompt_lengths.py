@@ -64,7 +64,8 @@ LOSS_KEEP: Final = 1 - 1 / 300
 MOST_CLASSES: Final = 256
 MOST_TENANTS: Final = 512
 LEARNED_ENOUGH: Final = 20.0
-"""Requests before predictions are made."""
+"""Ended requests before predictions are made. With start weights they are made at once, and prompts that wait are not
+predicted again before."""
 SAVED_PER_LEARNED: Final = 0.02
 FEWEST_BETWEEN: Final = 20.0
 """Weights are encoded for the record again when they have learned from this share of requests more, and from so

@@ -120,7 +120,7 @@ class Learner:
             guesses.predicted_again_at = math.inf
 
     def learn_end(self, end: End, request: Request) -> None:
-        """Learn from a request that a report ended: its acceptance, and its length if it was not cut short."""
+        """Learn from a request that ended: its acceptance, and its length if it was not cut short."""
         workload_class, tenant = request.facts.workload_class, request.facts.tenant
         if request.seen_rounds:
             self._priors.observe_acceptance(

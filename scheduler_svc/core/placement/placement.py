@@ -1,7 +1,8 @@
 """Placement of requests on the lists of workers (our choice).
 
-A request is bound, when there is room, to the worker whose rounds would be shortest with it; kept there with
-its KV; taken by a worker with a free slot when no other request waits, and by a faster one also while it runs.
+A queued request goes, where lists have room, to the worker that the router chooses (`routing.py`), and stays there
+with its KV. A worker with a free slot takes it from another one if nothing is queued; a faster one takes it also
+while it runs.
 Every decision here ends in a call of the ledger.
 """
 

@@ -48,7 +48,7 @@ _SETTLED: Final = Moment.SETTLED
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable; only the scheduler changes it. `worker` is None exactly while it is queued."""
+    """Mutable; only the scheduler changes it. `worker` is None exactly while it is on no list."""
 
     facts: RequestFacts
     lease_epoch: int = 0

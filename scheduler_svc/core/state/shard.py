@@ -9,7 +9,7 @@ Invariants (`check` states them in code; tests call it after every step)
     workers' reserved shares add up to. Without fairness between tenants no tenant is ahead.
 
 Only this module changes the orders, those in `reserve.py` and `worker_orders.py` too, so that they cannot
-drift apart.
+drift apart. One thing comes from outside: `Scheduler` sets the cost of a round, by which workers are ordered.
 """
 
 from __future__ import annotations
