@@ -42,7 +42,7 @@ STORE_FAULTS = counter(
 WRITTEN_BACK = counter(
     "laps_sd_scheduler_requests_written_back_total",
     "Requests that the record had lost, entirely or their last part, and that were restored, by "
-    "source: the leader or a gateway.",
+    "source: the leader, a gateway or a worker.",
     ["source"],
 )
 LEADING = gauge("laps_sd_scheduler_leading", "1 while this process leads its shard.")
