@@ -325,15 +325,11 @@ class EndRequested:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The record refused a transition of this request.
-
-    `gone`: no such unfinished request on the record. `stale`: another lease epoch or position than the
-    core's. In both cases the core's picture is wrong: it forgets the request and the shell reads the record
-    again.
+    """The record refused a transition of this request: it has no such unfinished request, or another lease epoch or
+    position than the core. The core's state is wrong: it forgets the request, and the caller reads the record again.
     """
 
     request_id: str
-    gone: bool
 
 
 Event = (

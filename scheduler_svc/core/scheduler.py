@@ -128,8 +128,7 @@ class Scheduler:
             case CacheChanged(worker_id, added, removed):
                 self._shard.caches.changed(worker_id, added, removed)
             case Refused(request_id):
-                # Gone or stale: either way the core's state is wrong. The shell reads the record again and
-                # sends the request that it finds as `Recovered`.
+                # The caller reads the record again, and sends the request that it finds as `Recovered`.
                 self._requests.forget(request_id, ledger)
             case _:  # pragma: no cover  # mypy proves that nothing is left
                 assert_never(event)

@@ -141,7 +141,7 @@ class Repair:
         """
         metrics.REFUSED.labels(kind, status.name.lower()).inc()
         log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
-        self.events.append(Refused(request_id, gone=status is TransitionStatus.GONE))
+        self.events.append(Refused(request_id))
         live = self._clients.live.get(request_id)
         if live is None:
             return

@@ -138,7 +138,7 @@ class Script:
             case "drain":
                 return WorkerDraining(plain[0])
             case "gone" | "stale":
-                return Refused(plain[0], gone=word == "gone")
+                return Refused(plain[0])
             case _:
                 raise ValueError(f"no such command: {word}")
 

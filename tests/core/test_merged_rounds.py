@@ -295,7 +295,7 @@ class TestMergedRounds:
             WorkerDraining("w0"),
             WorkerUp(replace(W, worker_id="w0"), ()),
             EndRequested("b", End.CANCELLED, ""),
-            Refused("b", gone=False),
+            Refused("b"),
         ],
     )
     def test_what_is_about_their_worker_comes_after_them(self, event: Event) -> None:

@@ -190,10 +190,9 @@ class Peers(RuleBasedStateMachine):
         rounds=st.sampled_from([0, 2, 20]),
         holder=HOLDERS,
         deaths=st.sampled_from([0, 1, 2, 2, 9]),
-        gone=st.booleans(),
     )
     def is_read_again(
-        self, facts: RequestFacts, emitted: int, rounds: int, holder: str | None, deaths: int, gone: bool
+        self, facts: RequestFacts, emitted: int, rounds: int, holder: str | None, deaths: int
     ) -> None:
         """The record refused something, and has another state; it may have lost that the request ended."""
         request_id = facts.request_id
@@ -202,7 +201,7 @@ class Peers(RuleBasedStateMachine):
         self.emitted[request_id] = emitted
         self.ended.discard(request_id)
         again = Recovered(facts, emitted, rounds, 0, 0, 1.0, 0, holder, epoch, deaths, rounds // 2)
-        self.step(Refused(request_id, gone), again)
+        self.step(Refused(request_id), again)
 
     @rule(facts=CAPACITIES, held=st.lists(st.tuples(REQUESTS, EPOCHS, RESIDENCIES, PREDICTIONS)), names=NAMES)
     def comes_up(
