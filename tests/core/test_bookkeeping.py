@@ -205,7 +205,7 @@ class TestTheBacklog:
         up do not count."""
         scheduler = core()
         for _ in range(300):
-            scheduler.priors.observe_round(6, 36, 3000, 0.03)
+            scheduler.priors.cost.observe_round(6, 36, 3000, 0.03)
         workers = [
             WorkerUp(replace(W, worker_id=name, slots=slots), ()) for name, slots in (("v", 8), ("w", 16))
         ]
@@ -333,7 +333,7 @@ def test_each_arrival_has_the_next_waiting_requests_ranked_again() -> None:
     for _ in range(2):
         before = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 99)}
         for _ in range(100):
-            scheduler.priors.observe_round(1, 5, 100, scheduler.priors.cost.share_s(100) * 3)
+            scheduler.priors.cost.observe_round(1, 5, 100, scheduler.priors.cost.share_s(100) * 3)
         # The first one may end a turn that began before.
         for number in range(2 * waiting // LOOKED_AT_PER_ARRIVAL + 2):
             name = f"new{number}"

@@ -234,7 +234,7 @@ class TestMlfq:
     def test_the_level_it_joined_stays_when_prefills_turn_out_slower(self) -> None:
         request, priors = make(prompt=1), Priors()
         live("mlfq", request, priors=priors)
-        priors.observe_prefill(1000, 1000.0)
+        priors.cost.observe_prefill(1000, 1000.0)
         assert live("mlfq", request, priors=priors).level == 0
 
     @pytest.mark.parametrize("more", [{"prompt": 10**14}, {"prompt": 1, "attained_s": 1e12}])
@@ -283,8 +283,8 @@ class TestSdIndex:
     def test_rounds_that_took_no_time_are_no_error(self) -> None:
         priors = Priors()
         for _ in range(3000):
-            priors.observe_round(1, 6, 100, 0.0)
-            priors.observe_prefill(100, 5e-324)
+            priors.cost.observe_round(1, 6, 100, 0.0)
+            priors.cost.observe_prefill(100, 5e-324)
         for policy in ("laps-sd", "sd-index"):
             found = rank(priors, policy, hint=1, residency=Residency.DEVICE)
             assert found.index_s > 0

@@ -868,20 +868,20 @@ class TestVersions:
     def test_a_cost_that_moved_by_one_twentieth(self, grows: float, versions: int) -> None:
         priors = Priors()
         for _ in range(500):
-            priors.observe_round(1, 5, 0, 0.1)
+            priors.cost.observe_round(1, 5, 0, 0.1)
         priors.publish()
         before, version = priors.cost.share_s(0), priors.version
         while priors.cost.share_s(0) < grows * before:
-            priors.observe_round(1, 5, 0, 0.15)
+            priors.cost.observe_round(1, 5, 0, 0.15)
         priors.publish()
         assert priors.version - version == versions
 
     def test_another_cost(self) -> None:
         priors = Priors()
         for _ in range(100):
-            priors.observe_round(1, 5, 100, 0.5)
+            priors.cost.observe_round(1, 5, 100, 0.5)
         priors.publish()
-        priors.observe_round(1, 5, 100, 0.5)
+        priors.cost.observe_round(1, 5, 100, 0.5)
         priors.publish()
         assert priors.version == 1
 
@@ -918,9 +918,9 @@ class TestTheRecord:
             priors.observe_acceptance(name, rounds, length, 4 * length)
             priors.observe_length(name, length, Guesses(client=length * source.uniform(0.5, 2)))
             batch = source.randint(1, 8)
-            priors.observe_round(batch, 6 * batch, 500, source.uniform(0.02, 0.04))
-            priors.observe_prefill(100, 0.02)
-            priors.observe_swap(100, 0.01)
+            priors.cost.observe_round(batch, 6 * batch, 500, source.uniform(0.02, 0.04))
+            priors.cost.observe_prefill(100, 0.02)
+            priors.cost.observe_swap(100, 0.01)
         return priors
 
     def test_there_and_back(self) -> None:
@@ -1071,7 +1071,7 @@ class TestTheRecord:
             numbers = [pace.mean, pace.spread, left.mean, left.low, left.high, priors.cost.share_s(100)]
             assert all(math.isfinite(one) for one in numbers), numbers
             assert 1 <= left.low <= left.mean <= left.high <= 880
-        priors.observe_round(3, 12, 500, 0.02)
+        priors.cost.observe_round(3, 12, 500, 0.02)
         priors.publish()
         json.dumps(priors.to_dict(), allow_nan=False)
 
@@ -1115,15 +1115,15 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
                 batch, drafted, context = data.draw(counts), data.draw(counts), data.draw(contexts)
                 size, lasted = (batch, batch * drafted, context), data.draw(seconds)
                 for _ in range(times):
-                    priors.observe_round(*size, lasted)
+                    priors.cost.observe_round(*size, lasted)
             case 1:
                 tokens, lasted = data.draw(contexts), data.draw(seconds)
                 for _ in range(times):
-                    priors.observe_prefill(tokens, lasted)
+                    priors.cost.observe_prefill(tokens, lasted)
             case 2:
                 tokens, lasted = data.draw(contexts), data.draw(seconds)
                 for _ in range(times):
-                    priors.observe_swap(tokens, lasted)
+                    priors.cost.observe_swap(tokens, lasted)
             case 3:
                 tokens, drafted = data.draw(counts), data.draw(counts | st.just(0))
                 tested = tuple(data.draw(st.lists(st.sampled_from([0, 1, 4096]), max_size=70)))

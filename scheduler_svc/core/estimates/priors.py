@@ -213,7 +213,7 @@ class Priors:
         """Return how many requests of this class its lengths were learned from; older ones count less."""
         return self._of(workload_class).lengths.weight
 
-    # Observations, from the scheduler.
+    # Observations, from the scheduler. Those of costs go to `cost` itself.
 
     def publish(self) -> bool:
         """Start a new version if that would change ranks; return whether it did."""
@@ -224,18 +224,6 @@ class Priors:
             self.version += 1
             return True
         return False
-
-    def observe_round(self, batch: float, tokens: float, context_tokens: float, seconds: float) -> None:
-        """Learn from the cost of a round; see `CostModel`."""
-        self.cost.observe_round(batch, tokens, context_tokens, seconds)
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn from the cost of a prefill; see `CostModel`."""
-        self.cost.observe_prefill(tokens, seconds)
-
-    def observe_swap(self, tokens: int, seconds: float) -> None:
-        """Learn from the cost of moving context between device and host; see `CostModel`."""
-        self.cost.observe_swap(tokens, seconds)
 
     def observe_tokens(
         self,

@@ -69,7 +69,7 @@ class Learner:
             )
         if prefilled:
             # A round that verifies nothing is all prefill, whatever it calls its parts.
-            self._priors.observe_prefill(prefilled, report.prefill_s + (0.0 if verified else seconds))
+            self._priors.cost.observe_prefill(prefilled, report.prefill_s + (0.0 if verified else seconds))
         if report.swap_s > 0:
             self._learn_swap(report, present, worker)
         worker.reports += 1
@@ -98,7 +98,7 @@ class Learner:
             if abs(worker.recent_slowness - worker.slowness) > SLOWNESS_STEP * worker.slowness:
                 self._shard.set_slowness(worker, worker.recent_slowness)
             self._mean_slowness += weight * (worker.slowness - self._mean_slowness)
-        self._priors.observe_round(batch, tokens, context, seconds * self._mean_slowness / worker.slowness)
+        cost.observe_round(batch, tokens, context, seconds * self._mean_slowness / worker.slowness)
 
     def learn_running(self, request: Request, emitted_before: int) -> None:
         """Learn from the words of a request that it runs on, whenever its output is twice as long as the last time, while
@@ -155,4 +155,4 @@ class Learner:
             ):
                 moved += member.context_tokens
         if moved:
-            self._priors.observe_swap(moved, report.swap_s)
+            self._priors.cost.observe_swap(moved, report.swap_s)
