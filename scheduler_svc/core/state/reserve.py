@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 
 from scheduler_svc.core.rank import AHEAD, OrderKey
 from scheduler_svc.core.state.request import Request
-from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.sorted_keys import SortedKeys
 from scheduler_svc.core.state.tenants import TenantOrder
 
 
 class Reserve:
     """The requests of a shard in the queue and on lists by age, the reserved ones apart. Their marks are the shard's to set."""
 
-    def __init__(self, unreserved: Ranked[OrderKey] | TenantOrder) -> None:
+    def __init__(self, unreserved: SortedKeys[OrderKey] | TenantOrder) -> None:
         self.total = 0
         """Requests that should be reserved, if there are enough."""
-        self._reserved: Ranked[OrderKey] = Ranked()
+        self._reserved: SortedKeys[OrderKey] = SortedKeys()
         self._unreserved = unreserved
         """Those whose tenant is ahead after those whose tenant is not."""
 

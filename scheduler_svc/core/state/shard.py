@@ -23,7 +23,7 @@ from scheduler_svc.core.state.arriving import ArrivingWork
 from scheduler_svc.core.state.caches import Caches
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.reserve import Reserve
-from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.sorted_keys import SortedKeys
 from scheduler_svc.core.state.tenants import Account, Accounts, TenantOrder
 from scheduler_svc.core.state.worker import Worker
 from scheduler_svc.core.state.worker_orders import WorkerOrders
@@ -67,9 +67,9 @@ class Shard:
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
 
-    def _new_order(self, tenant_fairness: bool) -> Ranked[OrderKey] | TenantOrder:
+    def _new_order(self, tenant_fairness: bool) -> SortedKeys[OrderKey] | TenantOrder:
         if not tenant_fairness:
-            return Ranked()
+            return SortedKeys()
         self._by_tenant.append(TenantOrder(self._account_of))
         return self._by_tenant[-1]
 

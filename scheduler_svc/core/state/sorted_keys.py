@@ -17,7 +17,7 @@ _MANY = 8
 """Keys are added or removed together if the order has at most this number of times as many."""
 
 
-class Ranked(Generic[Key]):
+class SortedKeys(Generic[Key]):
     """Distinct keys in order. Invariants: no block is empty, none is longer than twice `_BLOCK`."""
 
     def __init__(self) -> None:

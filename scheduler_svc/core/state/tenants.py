@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from heapq import merge
 
 from scheduler_svc.core.rank import AHEAD, OrderKey
-from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.sorted_keys import SortedKeys
 
 MOST_IDLE = 4096
 """Tenants of one priority that are remembered without a request, because they left while ahead."""
@@ -118,7 +118,7 @@ class _Contest:
 
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
-        self.waiting: Ranked[tuple[float, str]] = Ranked()
+        self.waiting: SortedKeys[tuple[float, str]] = SortedKeys()
         """Accounts with something in the queue, the least served first."""
         self.mark_s = 0.0
         """Service of the least served waiting account, now or when one last waited. Never falls."""
@@ -126,7 +126,7 @@ class _Contest:
         self.idle: dict[str, Account] = {}
         """Accounts without a request that are ahead. They are kept, because otherwise a tenant could cancel
         its excess service by leaving and coming back."""
-        self._ahead: Ranked[tuple[float, str]] = Ranked()
+        self._ahead: SortedKeys[tuple[float, str]] = SortedKeys()
 
     def settle(self, turn_s: float) -> list[Account]:
         """Bring the orders in line with the accounts; return those whose turn came or went."""
@@ -213,17 +213,17 @@ class _Contest:
 
 
 class TenantOrder:
-    """Order keys with the interface of `Ranked`: a queue for each account, and the queues' heads in one
+    """Order keys with the interface of `SortedKeys`: a queue for each account, and the queues' heads in one
     order.
 
     A key is stored without the bit for a tenant that is ahead, and returned with it, so that a turn moves one
-    key. The cost of the front is that of `Ranked`; `position` looks at every account.
+    key. The cost of the front is that of `SortedKeys`; `position` looks at every account.
     """
 
     def __init__(self, account_of: Callable[[str], Account]) -> None:
         self._account_of = account_of
-        self._queues: dict[Account, Ranked[OrderKey]] = {}
-        self._heads: Ranked[OrderKey] = Ranked()
+        self._queues: dict[Account, SortedKeys[OrderKey]] = {}
+        self._heads: SortedKeys[OrderKey] = SortedKeys()
         self._head_of: dict[Account, OrderKey] = {}
         self._size = 0
         self._walk: Iterator[OrderKey] | None = None
@@ -239,7 +239,7 @@ class TenantOrder:
     def add(self, key: OrderKey) -> None:
         """Add a key that is not there yet."""
         account = self._account_of(key[-1])
-        self._queues.setdefault(account, Ranked()).add(_bare(key))
+        self._queues.setdefault(account, SortedKeys()).add(_bare(key))
         self._size += 1
         self.turned(account)
 
@@ -256,7 +256,7 @@ class TenantOrder:
     def add_all(self, keys: Sequence[OrderKey]) -> None:
         """Add keys that are not there yet."""
         for account, its_keys in self._by_account(keys).items():
-            self._queues.setdefault(account, Ranked()).add_all(its_keys)
+            self._queues.setdefault(account, SortedKeys()).add_all(its_keys)
             self._size += len(its_keys)
             self.turned(account)
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Final
 
 from scheduler_svc.core.rank import OrderKey
-from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.sorted_keys import SortedKeys
 from scheduler_svc.core.state.worker import Worker
 
 _Load = tuple[int, float, float, str]
@@ -39,9 +39,9 @@ class WorkerOrders:
         self._workers = workers
         self._list_factor = list_factor
         self._fixed_s = self._sequence_s = 0.0
-        self._loads: Ranked[_Load] = Ranked()
+        self._loads: SortedKeys[_Load] = SortedKeys()
         self._load_of: dict[str, _Load] = {}
-        self._cuts: Ranked[_Cut] = Ranked()
+        self._cuts: SortedKeys[_Cut] = SortedKeys()
         self._cut_of: dict[str, _Cut] = {}
         self.cut_may_differ: dict[str, Worker] = {}
         """Workers whose list or whose members' ranks changed since the cuts were last read."""

@@ -1,4 +1,4 @@
-"""`Ranked` against a sorted list."""
+"""`SortedKeys` against a sorted list."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.state import sorted_keys as ranked
-from scheduler_svc.core.state.sorted_keys import Ranked
+from scheduler_svc.core.state.sorted_keys import SortedKeys
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=200))
 @settings(max_examples=100, deadline=None)
 def test_it_is_a_sorted_set_with_positions(changes: list[tuple[int, bool]]) -> None:
-    keys: Ranked[tuple[int]] = Ranked()
+    keys: SortedKeys[tuple[int]] = SortedKeys()
     truth: set[tuple[int]] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranked, "_BLOCK", 4)
@@ -48,7 +48,7 @@ def test_it_is_a_sorted_set_with_positions(changes: list[tuple[int, bool]]) -> N
 def test_many_keys_together_are_as_good_as_one_after_another(
     before: set[tuple[int]], added: set[tuple[int]], removed: set[tuple[int]]
 ) -> None:
-    together: Ranked[tuple[int]] = Ranked()
+    together: SortedKeys[tuple[int]] = SortedKeys()
     truth: list[tuple[int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranked, "_BLOCK", 4)
@@ -67,7 +67,7 @@ def test_many_keys_together_are_as_good_as_one_after_another(
 
 
 def test_beyond_the_end() -> None:
-    keys: Ranked[tuple[int]] = Ranked()
+    keys: SortedKeys[tuple[int]] = SortedKeys()
     with pytest.raises(IndexError):
         keys.at(0)
     with pytest.raises(KeyError):
@@ -75,7 +75,7 @@ def test_beyond_the_end() -> None:
 
 
 def test_growing_keys_are_found_when_a_block_splits() -> None:
-    keys: Ranked[tuple[int]] = Ranked()
+    keys: SortedKeys[tuple[int]] = SortedKeys()
     for i in range(5000):
         keys.add((i,))
         assert keys.position((i,)) == i
@@ -88,7 +88,7 @@ def test_growing_keys_are_found_when_a_block_splits() -> None:
 
 
 def test_many() -> None:
-    keys: Ranked[tuple[float, str]] = Ranked()
+    keys: SortedKeys[tuple[float, str]] = SortedKeys()
     source = random.Random(1)
     all_keys = [(source.random(), str(i)) for i in range(20_000)]
     for key in all_keys:
