@@ -508,19 +508,26 @@ class Clients:
                 continue
             new = self._new_request(submission, unix_ms)
             shown = Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
-            try:
-                settled = await self._restore(turn, Restored(submission, new, shown), "worker")
-            except StoreUnavailable as error:
-                self._outage.began(error)
-                settled = False
-            if not settled:
-                self.restoring.add(new.request_id)
-                self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, _offer_again(offer))
+            await self._restore(turn, Restored(submission, new, shown), "worker", _offer_again(offer))
 
-    async def _restore(self, turn: Turn, restored: Restored, source: str) -> bool:
-        """Lead a request that no client waits for yet, if the record has lost it. Return False if it has to be tried
-        again: an earlier attempt is on the record, older than other requests, and goes first. Raises Fenced,
-        StoreUnavailable.
+    async def _restore(
+        self, turn: Turn, restored: Restored, source: str, again: Callable[[Turn], None]
+    ) -> None:
+        """Lead a request that no client waits for yet, if the record has lost it. `again` runs a little later if this
+        has to be tried again. Raises Fenced.
+        """
+        try:
+            settled = await self._try_restore(turn, restored, source)
+        except StoreUnavailable as error:
+            self._outage.began(error)
+            settled = False
+        if not settled:
+            self.restoring.add(restored.new.request_id)
+            self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, again)
+
+    async def _try_restore(self, turn: Turn, restored: Restored, source: str) -> bool:
+        """Return False if it has to be tried again: an earlier attempt is on the record, older than other requests,
+        and goes first. Raises Fenced, StoreUnavailable.
         """
         submission, new, shown = restored.submission, restored.new, restored.shown
         [result] = await self._submit([new], {new.request_id: shown})
@@ -544,16 +551,8 @@ class Clients:
         request_id = restored.new.request_id
 
         async def restore(turn: Turn) -> None:
-            if request_id not in self.restoring:
-                return
-            try:
-                settled = await self._restore(turn, restored, "gateway")
-            except StoreUnavailable as error:
-                self._outage.began(error)
-                settled = False
-            if not settled:
-                self.restoring.add(request_id)
-                self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, again)
+            if request_id in self.restoring:
+                await self._restore(turn, restored, "gateway", again)
 
         def again(turn: Turn) -> None:
             turn.restores.append(restore)
