@@ -429,8 +429,7 @@ class Clients:
                 live = self.live.get(result.request_id)
                 own = result.status is SubmitStatus.ACCEPTED
                 if live is None and own and result.sequence > self.newest_sequence:
-                    live = from_submission(new, requests.accepted(new, result.sequence, submission))
-                    self._enter(turn, live, shown, "gateway")
+                    live = self._enter(turn, submission, new, result.sequence, shown, "gateway")
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(shown.token_ids)))
                 if live is None:
@@ -468,16 +467,26 @@ class Clients:
         each_s = self._lead.retry_after_s() * len(self.live) / limit
         return self._tenant_turns.setdefault(tenant, Turns()).next_s(now_s, each_s, each_s)
 
-    def _enter(self, turn: Turn, live: Live, shown: Shown | None, source: str) -> None:
-        """Begin to lead a request that is on the record now, new or restored."""
+    def _enter(
+        self,
+        turn: Turn,
+        submission: Submission,
+        new: NewRequest,
+        sequence: int,
+        shown: Shown | None,
+        source: str,
+    ) -> Live:
+        """Begin to lead a request that is on the record now: a new one, or a restored one with what was `shown` of it."""
+        live = from_submission(new, requests.accepted(new, sequence, submission.message.specification))
         self.adopt(live)
         if shown is None:
             turn.events.append(Arrived(live.facts))
-            return
+            return live
         live.append(0, tuple(shown.token_ids), turn.now_s)
         live.lease_epoch = shown.lease_epoch
         turn.events.append(recovered(live))
         metrics.WRITTEN_BACK.labels(source).inc()
+        return live
 
     async def take_offers(self, turn: Turn) -> None:
         """Write requests that workers hold, and that a record emptied under an earlier leader has lost, to
@@ -534,8 +543,7 @@ class Clients:
         if result.status is not SubmitStatus.ACCEPTED or new.request_id in self.live:
             return True
         if result.sequence > self.newest_sequence:
-            live = from_submission(new, requests.accepted(new, result.sequence, submission))
-            self._enter(turn, live, shown, source)
+            live = self._enter(turn, submission, new, result.sequence, shown, source)
             self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
             return True
         if await self._read_ended([new.request_id]):

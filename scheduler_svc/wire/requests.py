@@ -112,13 +112,8 @@ class AcceptedRequest:
         return _serialized(self.specification)
 
 
-def accepted(new: NewRequest, sequence: int, submission: Submission) -> AcceptedRequest:
-    """Return a submission that the record has just accepted."""
-    return accepted_with(new, sequence, submission.message.specification)
-
-
-def accepted_with(new: NewRequest, sequence: int, submitted: Specification) -> AcceptedRequest:
-    """Return the accepted request with these settings and this prompt."""
+def accepted(new: NewRequest, sequence: int, submitted: Specification) -> AcceptedRequest:
+    """Return a submission that the record has just accepted under this sequence number."""
     specification = gateway_pb.Specification()
     specification.CopyFrom(submitted)
     specification.ClearField("committed_ids")

@@ -11,14 +11,14 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
 from scheduler_svc.leader.live import Attachment, Live, from_submission
 from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
-from scheduler_svc.wire.requests import accepted_with
+from scheduler_svc.wire.requests import accepted
 from tests.services.scheduler.peers import all_deliveries
 from tests.store.kit import a_request
 
 
 def attached(session: GatewaySession) -> Live:
     request = a_request("r1")
-    live = from_submission(request, accepted_with(request, 1, gateway_pb.Specification(request_id="r1")))
+    live = from_submission(request, accepted(request, 1, gateway_pb.Specification(request_id="r1")))
     attachment = Attachment("a1", session, live, 0)
     live.attachments["a1"] = session.attachments["a1"] = attachment
     return live
@@ -98,7 +98,7 @@ def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway
     session = GatewaySession("g1")
     request = a_request("r1", max_tokens=20_000)
     specification = gateway_pb.Specification(request_id="r1", logprobs=64)
-    live = from_submission(request, accepted_with(request, 1, specification))
+    live = from_submission(request, accepted(request, 1, specification))
     told = TokenLogprobs(
         logprob=-1.0, top=[TokenLogprob(token_id=100_000 + n, logprob=-n) for n in range(64)]
     )

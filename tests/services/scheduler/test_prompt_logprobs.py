@@ -13,7 +13,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import PromptLogprobs
 from scheduler_svc.leader.live import from_submission
-from scheduler_svc.wire.requests import accepted_with
+from scheduler_svc.wire.requests import accepted
 from tests.services.scheduler.conftest import StartScheduler
 from tests.services.scheduler.peers import (
     GatewayPeer,
@@ -230,7 +230,7 @@ async def test_more_than_the_record_keeps_is_refused(
 def test_they_are_written_again_under_another_lease_until_a_token_is_on_the_record() -> None:
     new = a_request("r1", prompt_ids=(5, 6, 7))
     specification = gateway_pb.Specification(request_id="r1", prompt_ids=new.prompt_ids, prompt_logprobs=1)
-    live = from_submission(new, accepted_with(new, 1, specification))
+    live = from_submission(new, accepted(new, 1, specification))
     live.lease(1, "w1", now_s=1.0)
     assert live.record_prompt_logprobs(FOUND) == FOUND.SerializeToString()
     assert live.record_prompt_logprobs(FOUND) == b""
