@@ -316,7 +316,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     def _outage(self) -> admin_pb.RecordOutage | None:
         outage = self._leadership.outage.report()
-        return None if outage is None else views.record_outage(outage.fault, outage.error, outage.lasts_s)
+        if outage is None:
+            return None
+        return admin_pb.RecordOutage(fault=outage.fault, error=outage.error, lasts_s=outage.lasts_s)
 
     async def ExplainRequest(self, request: admin_pb.AdminExplainRequest, context: Any) -> pb.ExplainResponse:
         """See admin.proto."""
@@ -407,7 +409,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         if not staying:
             raise NotFound("there is no worker that is not draining")
         victim = min(staying, key=lambda view: (view.moving_cost_s, view.listed, view.worker_id))
-        return views.victim(victim)
+        return admin_pb.NominateVictimResponse(worker_id=victim.worker_id, cost_s=victim.moving_cost_s)
 
     async def GetShard(self, request: admin_pb.GetShardRequest, context: Any) -> admin_pb.GetShardResponse:
         """See admin.proto."""

@@ -127,11 +127,6 @@ def worker_status(view: WorkerView, *, connected: bool, name: str, device: str) 
     )
 
 
-def victim(view: WorkerView) -> admin_pb.NominateVictimResponse:
-    """Return the worker whose loss costs least."""
-    return admin_pb.NominateVictimResponse(worker_id=view.worker_id, cost_s=view.moving_cost_s)
-
-
 def shard_status(
     totals: Totals,
     *,
@@ -175,8 +170,3 @@ def _estimate_errors(errors: EstimateErrors) -> Iterator[admin_pb.EstimateError]
                 p90_ratio=math.exp(summary.quantile(0.9)),
                 coverage=summary.coverage,
             )
-
-
-def record_outage(fault: str, error: str, lasts_s: float) -> admin_pb.RecordOutage:
-    """Return the state of an outage of the record."""
-    return admin_pb.RecordOutage(fault=fault, error=error, lasts_s=lasts_s)
