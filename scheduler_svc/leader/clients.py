@@ -46,6 +46,7 @@ T = TypeVar("T")
 MOST_TENANT_TURNS = 1024
 """Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
 RETRY_STORE_MS = 1000
+"""Milliseconds after which what the record did not answer to is tried again, by gateways and here."""
 LEAST_REQUEST_TOKENS = 2
 """Tokens of the smallest request: one of its prompt, one of its output."""
 ENDS_KEPT_S = 10.0

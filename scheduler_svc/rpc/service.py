@@ -31,6 +31,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from scheduler_svc.core.views import WorkerView
+from scheduler_svc.leader.clients import RETRY_STORE_MS
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.leader.loop import Loop
 from scheduler_svc.leader.roster import Roster
@@ -53,7 +54,6 @@ log = get_logger(__name__)
 HEARTBEAT_S = 1.0
 HELLO_TIMEOUT_S = 5.0
 STORE_DOWN_DETAIL = "the record is unavailable; nothing is accepted until it is back"
-STORE_DOWN_RETRY_MS = 1000
 DEFAULT_QUEUE_LIMIT = 100
 MAX_QUEUE_LIMIT = 10_000
 MOST_REFUSED = 1000
@@ -176,7 +176,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
         async def take(message: gateway_pb.GatewayMessage) -> None:
             kind = message.WhichOneof("message")
             if kind == "submit" and loop.outage.stuck:
-                refused = replies.refused(Refusal.STORE_UNAVAILABLE, STORE_DOWN_DETAIL, STORE_DOWN_RETRY_MS)
+                refused = replies.refused(Refusal.STORE_UNAVAILABLE, STORE_DOWN_DETAIL, RETRY_STORE_MS)
                 session.reply(replies.submission_refused(message.submit.submission_id, refused))
             elif kind not in ("heartbeat", None):
                 loop.put(FromGateway(session, message))
