@@ -77,14 +77,14 @@ class Ledger:
         self._record.append(
             Release(request.request_id, request.lease_epoch, request.deaths, request.death_round)
         )
-        self._take_off(request, send_drop=send_drop)
+        self._take_back(request, send_drop=send_drop)
         self.rank(request)
 
     def move(self, request: Request, worker: Worker, why: str) -> None:
         """Move a request from one list to another in one transition of the record. `why` describes that
         worker in its story.
         """
-        self._take_off(request, send_drop=True)
+        self._take_back(request, send_drop=True)
         self._put(request, worker)
         request.record_event(self.now_s, "moved", f"to worker {worker.worker_id}, {why}{_cached(request)}")
 
@@ -95,7 +95,7 @@ class Ledger:
             self.rerank(request)  # less or more is left to be computed
         self._record.append(Lease(request.request_id, worker.worker_id, request.lease_epoch))
 
-    def _take_off(self, request: Request, *, send_drop: bool) -> None:
+    def _take_back(self, request: Request, *, send_drop: bool) -> None:
         if send_drop:
             self.take_off(request)
         request.residency = Residency.NONE
