@@ -7,6 +7,7 @@ little later order requests as well. So a caller with many workers, which has th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import final
 
@@ -35,8 +36,8 @@ MOST_ROUNDS = 4
 class _Worker:
     """Waiting reports of one worker."""
 
-    def __init__(self, received_s: float) -> None:
-        self.received_s = received_s
+    def __init__(self) -> None:
+        self.received_s = -math.inf
         """When the core received a report of it last."""
         self.waiting: list[RoundReported] = []
         self.changes: list[CacheChanged] = []
@@ -99,7 +100,7 @@ class MergedRounds:
     def _worker(self, worker_id: str) -> _Worker:
         worker = self._workers.get(worker_id)
         if worker is None:
-            worker = self._workers[worker_id] = _Worker(-1e9)
+            worker = self._workers[worker_id] = _Worker()
         return worker
 
     def _add(self, report: RoundReported, now_s: float) -> list[Event]:
