@@ -32,7 +32,7 @@ FORGET_ROUNDS: Final = 20_000.0
 FORGET_REQUESTS: Final = 500.0
 ENOUGH_REQUESTS: Final = 8.0
 """Ended requests before variances are used."""
-OF_LATE_ROUNDS: Final = 100.0
+RECENT_ROUNDS: Final = 100.0
 """Rounds over which the present draft length is averaged."""
 MAX_POSITIONS: Final = 64
 """Draft positions that have statistics of their own; no worker drafts more."""
@@ -86,8 +86,8 @@ class AcceptanceStatistics:
         self.rounds = self.rounds * keep + rounds
         self.tokens = self.tokens * keep + tokens
         self.drafted = self.drafted * keep + drafted
-        of_late = min(self.rounds, OF_LATE_ROUNDS)
-        self.drafted_of_late += (drafted - rounds * self.drafted_of_late) / max(of_late, float(rounds))
+        recent = min(self.rounds, RECENT_ROUNDS)
+        self.drafted_of_late += (drafted - rounds * self.drafted_of_late) / max(recent, float(rounds))
 
     def observe_end(self, rounds: int, tokens: float, squares: float) -> None:
         """Learn from an ended request: its rounds, the sum of their tokens and of their squared tokens."""

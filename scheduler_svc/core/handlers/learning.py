@@ -15,7 +15,7 @@ from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
 
-OF_LATE: Final = 0.02
+NEWEST_WEIGHT: Final = 0.02
 """Weight of the newest round in a worker's recent figures."""
 SLOWNESS_STEP: Final = 0.10
 """Change of a worker's recent slowness, as a share, that placement takes notice of. Our choice: rounds of equal
@@ -75,7 +75,7 @@ class Learner:
         worker.reports += 1
         worker.rounds += report.rounds
         worker.tokens += tokens
-        weight = min(1.0, OF_LATE * report.rounds)
+        weight = min(1.0, NEWEST_WEIGHT * report.rounds)
         worker.drafted += weight * (drafted / report.rounds - worker.drafted)
         worker.accepted += weight * (accepted / report.rounds - worker.accepted)
         if report.total_s > 0:
@@ -93,7 +93,7 @@ class Learner:
         if cost.rounds > ENOUGH_ROUNDS and seconds > 0:
             times = seconds / cost.round_s(batch, tokens, context)
             times = min(OUTLIER, max(1 / OUTLIER, times))
-            weight = min(1.0, OF_LATE * rounds)
+            weight = min(1.0, NEWEST_WEIGHT * rounds)
             worker.recent_slowness += weight * (times - worker.recent_slowness)
             if abs(worker.recent_slowness - worker.slowness) > SLOWNESS_STEP * worker.slowness:
                 self._shard.set_slowness(worker, worker.recent_slowness)
