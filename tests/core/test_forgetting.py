@@ -184,4 +184,4 @@ class TestVariances:
         assert found[1] == pytest.approx(8 / 11, rel=0.05)
 
     def test_without_any_variance_the_class_says_it_all(self) -> None:
-        assert shrinkage((0.0, 0.0)) == acceptance.SHRINKAGE_LIMITS[1]
+        assert shrinkage((0.0, 0.0)) == acceptance.MOST_SHRINKAGE

@@ -19,7 +19,8 @@ from scheduler_svc.core.estimates import calibration as calibration_module
 from scheduler_svc.core.estimates.acceptance import (
     DEFAULT_SHRINKAGE,
     DEFAULT_TOKENS_PER_ROUND,
-    SHRINKAGE_LIMITS,
+    LEAST_SHRINKAGE,
+    MOST_SHRINKAGE,
     AcceptanceStatistics,
     PositionStatistics,
     shrinkage,
@@ -254,7 +255,7 @@ class TestShrinkage:
         found = statistics.variances()
         assert found is not None
         assert found[1] == 0.0
-        assert shrinkage(found) == SHRINKAGE_LIMITS[1]
+        assert shrinkage(found) == MOST_SHRINKAGE
 
     def test_the_spread_that_is_left_counts_rounds_as_a_third(self) -> None:
         pace = tokens_per_round(3.0, 20, 1.5, 10, 50)
@@ -266,9 +267,9 @@ class TestShrinkage:
     @pytest.mark.parametrize("within", [0.01, 0.5, 1.0, 9.0, 100.0])
     @pytest.mark.parametrize("between", [0.0, 1e-6, 0.01, 0.05, 0.5, 2.0, 100.0])
     def test_n0_is_that_ratio_within_its_limits(self, within: float, between: float) -> None:
-        low, high = SHRINKAGE_LIMITS
         ratio = 3 * within / between if between else math.inf
-        assert shrinkage((within, between)) == pytest.approx(min(max(ratio, low), high))
+        bounded = min(max(ratio, LEAST_SHRINKAGE), MOST_SHRINKAGE)
+        assert shrinkage((within, between)) == pytest.approx(bounded)
 
     def test_the_mean_of_a_class_is_that_of_its_rounds_and_of_those_it_is_shrunk_to(self) -> None:
         statistics = AcceptanceStatistics()
@@ -305,10 +306,10 @@ class TestShrinkage:
         assert abs(spread("few", of_own) - spread("few", of_all)) > 0.1 * spread("few", of_all)
 
     def test_requests_that_are_all_alike_are_judged_by_their_class(self) -> None:
-        assert shrinkage((1.0, 0.0)) == SHRINKAGE_LIMITS[1]
+        assert shrinkage((1.0, 0.0)) == MOST_SHRINKAGE
 
     def test_requests_that_differ_widely_are_judged_by_themselves(self) -> None:
-        assert shrinkage((0.1, 10.0)) == SHRINKAGE_LIMITS[0]
+        assert shrinkage((0.1, 10.0)) == LEAST_SHRINKAGE
 
 
 class TestLengths:

@@ -19,9 +19,8 @@ DEFAULT_TOKENS_PER_ROUND: Final = 2.0
 """Without any history. Any value serves, because only differences between requests change an order."""
 DEFAULT_SHRINKAGE: Final = 20.0
 """n0 with no history: our choice, found by simulation."""
-SHRINKAGE_LIMITS = (4.0, 200.0)
-_LEAST_SHRINKAGE: Final = SHRINKAGE_LIMITS[0]
-_MOST_SHRINKAGE: Final = SHRINKAGE_LIMITS[1]
+LEAST_SHRINKAGE: Final = 4.0
+MOST_SHRINKAGE: Final = 200.0
 AUTOCORRELATION: Final = 3.0
 """n0 = this × within/between variance: rounds of one request are not independent of each other. Our choice,
 found by simulation."""
@@ -209,9 +208,9 @@ def shrinkage(variances: tuple[float, float] | None) -> float:
     if variances is None:
         return DEFAULT_SHRINKAGE
     within, between = variances
-    if between * _MOST_SHRINKAGE <= AUTOCORRELATION * within:
-        return _MOST_SHRINKAGE
-    return max(_LEAST_SHRINKAGE, AUTOCORRELATION * within / between)
+    if between * MOST_SHRINKAGE <= AUTOCORRELATION * within:
+        return MOST_SHRINKAGE
+    return max(LEAST_SHRINKAGE, AUTOCORRELATION * within / between)
 
 
 def tokens_per_round(mean: float, n0: float, within: float, rounds: int, emitted: int) -> TokensPerRound:
