@@ -378,7 +378,9 @@ class Clients:
         if deadline_unix_ms is not None and deadline_unix_ms <= live.deadline_s * 1000:
             return
         try:
-            extended = await self._leading(lambda: self._store.extend(live.request_id, deadline_unix_ms))
+            extended = await self._write_as_leader(
+                lambda: self._store.extend(live.request_id, deadline_unix_ms)
+            )
         except StoreUnavailable as error:  # then the earlier deadline stays
             self._outage.began(error)
             return
@@ -392,14 +394,14 @@ class Clients:
         # Some may be written when the lead has to be confirmed: the write-back must not end those.
         self.restoring |= added
         try:
-            results = await self._leading(lambda: self._store.submit(requests, shown))
+            results = await self._write_as_leader(lambda: self._store.submit(requests, shown))
         except StoreUnavailable:
             self.restoring -= added
             raise
         self.restoring -= submitted
         return results
 
-    async def _leading(self, write: Callable[[], Awaitable[T]]) -> T:
+    async def _write_as_leader(self, write: Callable[[], Awaitable[T]]) -> T:
         """Write to the record, a second time where the lead had to be confirmed first. Raises Fenced,
         StoreUnavailable.
         """
@@ -651,7 +653,7 @@ class Clients:
         """
         doubtful = sorted(self.doubtful - self.live.keys())
         try:
-            withdrawn = await self._leading(lambda: self._store.withdraw(doubtful))
+            withdrawn = await self._write_as_leader(lambda: self._store.withdraw(doubtful))
         except StoreUnavailable as error:  # the next turn tries again
             self._outage.began(error)
             return

@@ -61,7 +61,7 @@ class Leadership:
         self.outage = Outage()
         self._on_lead = on_lead
         self._waits = False
-        self._left_behind = False
+        self._holds_old_lead = False
         """Whether what this process has led is still in its memory."""
         self._traces = RequestTraces(tracing, shard=settings.shard, policy=settings.policy)
 
@@ -107,7 +107,7 @@ class Leadership:
 
     async def _acquire(self) -> str:
         while True:
-            self._clear_away()
+            self._free_old_lead()
             try:
                 epoch = await self.store.acquire_leadership(owner=self.address, lease_s=self.settings.lease_s)
                 self.outage.answered()
@@ -122,12 +122,12 @@ class Leadership:
                 self.outage.began(error)
             await asyncio.sleep(self.settings.lease_s / 8)
 
-    def _clear_away(self) -> None:
+    def _free_old_lead(self) -> None:
         """Free what this process has led, once no stream uses it. It is full of cycles, for which Python looks seldom in
         a process that leads and hardly ever in a standby; and the next recovery would freeze it.
         """
-        if self._left_behind and not self.sessions:
-            self._left_behind = False
+        if self._holds_old_lead and not self.sessions:
+            self._holds_old_lead = False
             gc.collect()
 
     def _log_wait(self) -> None:
@@ -228,7 +228,7 @@ class Leadership:
     def _step_down(self, reason: str) -> None:
         if self.loop is not None:
             gc.unfreeze()  # what its recovery has frozen can go
-            self._left_behind = True
+            self._holds_old_lead = True
         self.loop = None
         metrics.leads(False)
         self._on_lead(False)

@@ -220,7 +220,7 @@ class Batch:
         replies = await store.run([one.call for one in encoded.sent], leading=True)
         answers = self._answers(encoded, replies)
         if not encoded.answered:
-            self._become(encoded, replies)
+            self._apply(encoded, replies)
         for work in self._work:
             work.pending.set(answers[id(work)])
             if work.plan in (_Encoder.commit, _Encoder.finish):
@@ -244,7 +244,7 @@ class Batch:
                     answers[id(place[0])][place[1]] = status
         return answers
 
-    def _become(self, encoded: _Encoded, replies: Sequence[Any]) -> None:
+    def _apply(self, encoded: _Encoded, replies: Sequence[Any]) -> None:
         """Make what the record has answered the leader's copy of it."""
         plan = encoded.plan
         for one, reply in zip(encoded.sent, replies, strict=True):
@@ -263,7 +263,7 @@ class Batch:
                     plan.committed(entry)
             if one.call.script is scripts.CLEAR:
                 self._store.tails.has_entries = False
-        plan.become(encoded.entry, encoded.bytes)
+        plan.apply(encoded.entry, encoded.bytes)
         encoded.answered = True
 
     def _queue(

@@ -124,7 +124,7 @@ class LeadershipLease:
         self._lease_ms = lease_ms
         self._nonce = secrets.token_hex(8)
         self.record_was_empty = reply[2].decode() == self._next_incarnation
-        self._lives_in(reply[2])
+        self._adopt_incarnation(reply[2])
         return self.epoch
 
     async def renew(self) -> bool:
@@ -177,7 +177,7 @@ class LeadershipLease:
             if reply[0] != 1:
                 self._forget()
                 return False
-            self._lives_in(reply[1])
+            self._adopt_incarnation(reply[1])
             return True
 
     async def resign(self) -> None:
@@ -197,7 +197,7 @@ class LeadershipLease:
         self._highest_number = max(self._highest_number, leader.epoch.number)
         return leader
 
-    def _lives_in(self, incarnation: bytes) -> None:
+    def _adopt_incarnation(self, incarnation: bytes) -> None:
         self.incarnation = incarnation.decode()
         self._next_incarnation = secrets.token_hex(8)
         self._transport.trust()

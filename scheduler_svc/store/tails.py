@@ -341,7 +341,7 @@ class Plan:
                 logged=True,
             )
 
-    def become(self, entry: int, entry_bytes: int) -> None:
+    def apply(self, entry: int, entry_bytes: int) -> None:
         """Make the plan the leader's copy: the record has taken it, with its rows in the entry of this number
         and size; size 0: it has none.
         """

@@ -131,7 +131,7 @@ class _Contest:
     def settle(self, turn_s: float) -> list[Account]:
         """Bring the orders in line with the accounts; return those whose turn came or went."""
         touched, self.touched = list(self.touched.values()), {}
-        self._line_up(touched)
+        self._update_waiting(touched)
         turned = []
         for account in touched:
             if account.ahead:
@@ -147,10 +147,10 @@ class _Contest:
             turned.append(account)
         for account in touched:
             if not account.unfinished and account.tenant in self.accounts:
-                self._rest(account)
+                self._retire(account)
         return turned
 
-    def _line_up(self, touched: list[Account]) -> None:
+    def _update_waiting(self, touched: list[Account]) -> None:
         """Update the order of waiting accounts, by service. An account that begins to wait gains nothing from
         the time before (as in the VTC).
         """
@@ -186,7 +186,7 @@ class _Contest:
         if self.idle.pop(account.tenant, None) is not None:
             del self.accounts[account.tenant]
 
-    def _rest(self, account: Account) -> None:
+    def _retire(self, account: Account) -> None:
         """Remove an account without requests. It is kept only while it is ahead, and of those only the newest
         are kept.
         """
