@@ -110,7 +110,7 @@ def a_request(number: int, prompt_tokens: int, rng: random.Random) -> NewRequest
 async def fill(url: str, options: argparse.Namespace) -> None:
     """Write the requests as a leader that dies."""
     rng = random.Random(1)
-    store = Store.open(url, SHARD, timeout_s=60)
+    store = Store(url, SHARD, timeout_s=60)
     assert await store.acquire_leadership(owner="dead:1", lease_s=3600)
     for first in range(0, options.requests, FILL_TOGETHER):
         count = min(FILL_TOGETHER, options.requests - first)
@@ -174,7 +174,7 @@ class Renewals:
 async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profile | None) -> dict[str, Any]:
     """Lead, recover, and give the lead up."""
     settings = load(SchedulerSettings, {"redis_url": url, "shard": SHARD}, environ={})
-    store = Store.open(url, SHARD, timeout_s=60)
+    store = Store(url, SHARD, timeout_s=60)
     leadership = Leadership(settings, store, on_lead=lambda _: None, tracing=QUIET)
     async with redis_client.Redis.from_url(url) as record:
 

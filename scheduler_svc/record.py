@@ -10,13 +10,13 @@ from scheduler_svc.store.store import Store
 
 
 def open_record(settings: RecordSettings, **options: Any) -> Store:
-    """Return the record, which connects when first used. `options`: further ones of `Store.open`."""
+    """Return the record, which connects when first used. `options`: further ones of `Store`."""
     sentinel_user = None
     if settings.redis_sentinel_password_file is not None:
         sentinel_user = SentinelUser(
             username=settings.redis_sentinel_user, password_file=settings.redis_sentinel_password_file
         )
-    return Store.open(
+    return Store(
         settings.redis_url,
         settings.shard,
         tls=RedisTls(ca=settings.redis_tls_ca, cert=settings.redis_tls_cert, key=settings.redis_tls_key),

@@ -1,7 +1,7 @@
 """A real Valkey server as a child process: append-only on, loopback only, for one machine and for tests.
 
     with EmbeddedServer(Path("data")).start() as server:
-        store = Store.open(server.url, "main")
+        store = Store(server.url, "main")
 
 or, in the foreground, `python -m scheduler_svc.store.embedded --port 6379 --data-dir data`: that process
 becomes the server. Either way it dies with its parent (on Linux) and leaves its data behind for the next
@@ -97,7 +97,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Return the URL for `Store.open`. Known once the server has started."""
+        """Return the URL for `Store`. Known once the server has started."""
         if self.unix_socket is not None:
             return f"unix://{self.unix_socket.absolute()}"
         return f"redis://{HOST}:{self.port}"

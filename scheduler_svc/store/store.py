@@ -64,17 +64,23 @@ class Store:
 
     def __init__(
         self,
-        servers: Servers,
+        url: str,
         shard: str,
         *,
         limits: Limits | None = None,
         finished_ttl_s: float = FINISHED_TTL_S,
         timeout_s: float = 2.0,
+        max_connections: int = 16,
+        tls: RedisTls | None = None,
+        password_file: Path | None = None,
+        sentinel_user: SentinelUser | None = None,
         wait_replicas: int = 0,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the record's interface; `open` also makes the servers.
+        """Make the record's interface, which connects when first used. Raises ValueError.
+
+        `url`: see `redis_url`; `tls`, `password_file`, `sentinel_user`: see `servers`.
 
         `wait_replicas`: nothing counts as written before this number of replicas has it.
 
@@ -98,6 +104,15 @@ class Store:
         self.tails_are_read = False
         self.generation = 0
         """Number of times that `tails` was built again: what was encoded before does not fit any more."""
+        servers = Servers(
+            parse_redis_url(url),
+            probe_key=self.keys.leader(),
+            timeout_s=timeout_s,
+            max_connections=max_connections,
+            tls=tls,
+            password_file=password_file,
+            sentinel_user=sentinel_user,
+        )
         self.transport = Transport(servers, timeout_s=timeout_s, wait_replicas=wait_replicas)
         self._lease = LeadershipLease(self.transport, self.keys, monotonic)
         self.claims = Claims(self.transport, self.keys, self.finished_ttl_ms)
@@ -114,49 +129,6 @@ class Store:
         self.unfinished_ids, self.reached = self.reader.unfinished_ids, self.reader.reached
         self.count_unfinished, self.last_sequence = self.reader.count_unfinished, self.reader.last_sequence
         self.load_priors, self.load_probes = self.reader.load_priors, self.reader.load_probes
-
-    @classmethod
-    def open(
-        cls,
-        url: str,
-        shard: str,
-        *,
-        limits: Limits | None = None,
-        finished_ttl_s: float = FINISHED_TTL_S,
-        timeout_s: float = 2.0,
-        max_connections: int = 16,
-        tls: RedisTls | None = None,
-        password_file: Path | None = None,
-        sentinel_user: SentinelUser | None = None,
-        wait_replicas: int = 0,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> Store:
-        """Return the record of a shard, which connects when first used.
-
-        `url`: see `redis_url`; `tls`, `password_file`, `sentinel_user`: see `servers`.
-
-        Raises ValueError.
-        """
-        servers = Servers(
-            parse_redis_url(url),
-            probe_key=Keys(shard).leader(),
-            timeout_s=timeout_s,
-            max_connections=max_connections,
-            tls=tls,
-            password_file=password_file,
-            sentinel_user=sentinel_user,
-        )
-        return cls(
-            servers,
-            shard,
-            limits=limits,
-            finished_ttl_s=finished_ttl_s,
-            timeout_s=timeout_s,
-            wait_replicas=wait_replicas,
-            clock=clock,
-            monotonic=monotonic,
-        )
 
     async def measure_clock(self) -> float:
         """Return how many seconds the server's clock is ahead of `clock`; 0 where the user may not run INFO.

@@ -65,7 +65,7 @@ async def open_store(server: EmbeddedServer, client: redis_client.Redis) -> Asyn
     opened: list[Store] = []
 
     def open_one(**settings: Any) -> Store:
-        store = Store.open(server.url, shard, **({"clock": lambda: NOW_S} | settings))
+        store = Store(server.url, shard, **({"clock": lambda: NOW_S} | settings))
         opened.append(store)
         return store
 

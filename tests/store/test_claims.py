@@ -27,7 +27,7 @@ async def open_shard(server: EmbeddedServer, client: redis_client.Redis) -> Asyn
     opened: list[Store] = []
 
     async def open_one(**settings: Any) -> Store:
-        store = Store.open(
+        store = Store(
             server.url, new_shard(), **({"clock": lambda: NOW_S, "finished_ttl_s": TTL_S} | settings)
         )
         opened.append(store)

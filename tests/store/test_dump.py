@@ -56,7 +56,7 @@ async def write_some(store: Store) -> None:
 @pytest.fixture
 async def damaged(server: EmbeddedServer, client: redis_client.Redis) -> AsyncIterator[Store]:
     """Return a store with the requests of `write_some`, whose keys the test may damage."""
-    store = Store.open(server.url, new_shard(), clock=lambda: NOW_S)
+    store = Store(server.url, new_shard(), clock=lambda: NOW_S)
     await store.acquire_leadership(owner="a:1", lease_s=60)
     await write_some(store)
     yield store
@@ -173,7 +173,7 @@ async def test_any_number_comes_in_the_order_of_arrival(store: Store, open_store
 
 
 async def test_a_request_that_lost_keys_is_listed(own_server: EmbeddedServer) -> None:
-    store = Store.open(own_server.url, "main", clock=lambda: NOW_S)
+    store = Store(own_server.url, "main", clock=lambda: NOW_S)
     await store.acquire_leadership(owner="a:1", lease_s=60)
     await write_some(store)
     async with redis_client.Redis.from_url(own_server.url, protocol=2) as operator:
@@ -272,11 +272,11 @@ async def test_the_layout_of_another_release_is_refused(
 
 
 async def test_the_documented_reader_reads_everything_and_writes_nothing(own_server: EmbeddedServer) -> None:
-    writer = Store.open(own_server.url, "main", clock=lambda: NOW_S)
+    writer = Store(own_server.url, "main", clock=lambda: NOW_S)
     await writer.acquire_leadership(owner="a:1", lease_s=60)
     await write_some(writer)
     rule = documented_rule(user="laps-sd-reader")
-    reader = Store.open(
+    reader = Store(
         f"redis://laps-sd-reader:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{own_server.port}/0", "main"
     )
     async with redis_client.Redis.from_url(own_server.url, protocol=2) as operator:

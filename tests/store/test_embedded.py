@@ -85,7 +85,7 @@ def test_data_and_port_stay_over_a_restart(tmp_path: Path) -> None:
 
 async def test_a_unix_socket_serves_without_any_port(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path / "data", port=None, unix_socket=tmp_path / "s").start() as server:
-        store = Store.open(server.url, "main")
+        store = Store(server.url, "main")
         await store.ping()
         await store.close()
 

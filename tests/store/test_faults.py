@@ -38,7 +38,7 @@ from tests.store.kit import (
 
 @pytest.fixture
 async def store(own_server: EmbeddedServer) -> AsyncIterator[Store]:
-    store = Store.open(own_server.url, "main", timeout_s=1.0)
+    store = Store(own_server.url, "main", timeout_s=1.0)
     assert await store.acquire_leadership(owner="leader:1", lease_s=60) is not None
     yield store
     await store.close()
@@ -96,7 +96,7 @@ async def test_a_restarted_server_is_left_to_the_last_leader_first_by_a_standby_
     now_s = 0.0
     own_server.kill()
     await start_again(own_server, store)
-    standby = Store.open(own_server.url, store.keys.shard, timeout_s=0.3, monotonic=lambda: now_s)
+    standby = Store(own_server.url, store.keys.shard, timeout_s=0.3, monotonic=lambda: now_s)
     lease_s = 0.001  # of the leader too: it has run out
     assert await standby.acquire_leadership(owner="b:1", lease_s=lease_s) is None
     await _no_lease(own_server, store)
@@ -118,7 +118,7 @@ async def test_a_leader_that_never_comes_back_is_waited_for_no_longer_than_the_p
     own_server.kill()
     await start_again(own_server, store)
     await _no_lease(own_server, store)
-    standby = Store.open(own_server.url, store.keys.shard, timeout_s=2.0, monotonic=lambda: now_s)
+    standby = Store(own_server.url, store.keys.shard, timeout_s=2.0, monotonic=lambda: now_s)
     assert standby.patience_s(3.0) == standby.patience_s(0.5) == 6.0
     assert standby.patience_s(10.0) == 20.0
 
@@ -135,7 +135,7 @@ async def test_a_leader_that_resigned_is_not_waited_for(own_server: EmbeddedServ
     own_server.stop()
     await start_again(own_server, store)
 
-    standby = Store.open(own_server.url, store.keys.shard)
+    standby = Store(own_server.url, store.keys.shard)
     assert await standby.acquire_leadership(owner="b:1", lease_s=60) is not None
     await standby.close()
 
@@ -189,7 +189,7 @@ async def test_a_batch_whose_answer_was_lost_is_safe_to_send_again(
     """The server stands still while the batch is on its way, runs it later, and then gets it a second
     time."""
     await accept(store, a_request())
-    hasty = Store.open(own_server.url, "main", timeout_s=0.1)
+    hasty = Store(own_server.url, "main", timeout_s=0.1)
     await store.resign()
     await hasty.acquire_leadership(owner="hasty:1", lease_s=60)
     batch = hasty.batch()
@@ -340,7 +340,7 @@ async def test_all_keys_of_a_shard_live_in_one_slot_of_a_cluster(tmp_path: Path)
             return "cluster_state:ok" in str(await operator.execute_command("CLUSTER", "INFO"))
 
         await wait_until_async(whole, description="the cluster of one is whole")
-        store = Store.open(server.url, "main")
+        store = Store(server.url, "main")
         await store.acquire_leadership(owner="leader:1", lease_s=60)
         await accept(
             store, a_request("{odd} id".replace(" ", "-"), idempotency_key="{k}", tenant="{t}"), a_request()
@@ -360,7 +360,7 @@ async def test_a_renewal_that_waits_behind_a_reclaim_finds_the_leader_leading(
     own_server: EmbeddedServer, operator: redis_client.Redis
 ) -> None:
     """There is one connection, so that the second call runs after the first has changed the record."""
-    store = Store.open(own_server.url, "main", max_connections=1)
+    store = Store(own_server.url, "main", max_connections=1)
     await store.acquire_leadership(owner="a:1", lease_s=60)
     epoch = store.epoch
     await operator.flushall()  # a server that this test started
@@ -377,7 +377,7 @@ async def test_a_renewal_that_waits_behind_a_reclaim_finds_the_leader_leading(
 async def test_who_finds_the_record_emptied_and_then_led_by_another_does_not_lead(
     own_server: EmbeddedServer, operator: redis_client.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (Store.open(own_server.url, "main") for _ in range(2))
+    first, second = (Store(own_server.url, "main") for _ in range(2))
     assert await first.reclaim_leadership(newest_sequence=0) is False  # it never led
     await first.acquire_leadership(owner="a:1", lease_s=60)
     await operator.flushall()  # a server that this test started
@@ -402,7 +402,7 @@ async def test_who_finds_the_record_emptied_and_then_led_by_another_does_not_lea
 async def test_a_server_that_still_reads_its_file_is_unavailable_and_says_so(tmp_path: Path) -> None:
     slowly = ("--key-load-delay", "1000", "--loading-process-events-interval-bytes", "1024")
     server = EmbeddedServer(tmp_path, settings=slowly).start()
-    store = Store.open(server.url, "main")
+    store = Store(server.url, "main")
     async with redis_client.Redis.from_url(server.url, protocol=2) as operator:
         await operator.mset({f"key-{n}": "x" * 1024 for n in range(1000)})
         await operator.bgrewriteaof()

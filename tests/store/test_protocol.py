@@ -251,7 +251,7 @@ class Protocol(RuleBasedStateMachine):
         self.sync()
 
     def open(self) -> Store:
-        return Store.open(self.url, self.shard, timeout_s=60, monotonic=lambda: self.now_s)
+        return Store(self.url, self.shard, timeout_s=60, monotonic=lambda: self.now_s)
 
     def run(self, work: Awaitable[T]) -> T:
         async def main() -> T:

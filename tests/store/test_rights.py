@@ -96,7 +96,7 @@ async def use_everything(store: Store) -> None:
 async def test_the_documented_user_may_do_all_that_the_record_needs(
     own_server: EmbeddedServer, operator: redis_client.Redis, password_file: Path
 ) -> None:
-    store = Store.open(
+    store = Store(
         f"redis://laps-sd@127.0.0.1:{own_server.port}/0",
         "main",
         limits=Limits(max_requests=3),
@@ -144,7 +144,7 @@ async def test_a_password_is_changed_under_a_running_store(
     own_server: EmbeddedServer, operator: redis_client.Redis, password_file: Path
 ) -> None:
     url = f"redis://laps-sd@127.0.0.1:{own_server.port}/0"
-    store = Store.open(url, "main", password_file=password_file)
+    store = Store(url, "main", password_file=password_file)
     await store.ping()
     await operator.execute_command("ACL", "SETUSER", "laps-sd", "resetpass", ">another")
     await operator.execute_command("CLIENT", "KILL", "USER", "laps-sd")
@@ -185,12 +185,12 @@ async def test_tls_and_client_certificates(tmp_path: Path, password_file: Path, 
         async with redis_client.Redis.from_url(server.url) as operator:
             await operator.execute_command("ACL", "SETUSER", "laps-sd", *documented_rule())
         url = f"rediss://laps-sd@127.0.0.1:{port}/0"
-        store = Store.open(url, "main", tls=tls, password_file=password_file, limits=Limits(max_requests=3))
+        store = Store(url, "main", tls=tls, password_file=password_file, limits=Limits(max_requests=3))
         await use_everything(store)
         await store.close()
 
         for wrong in (RedisTls(ca=ca), RedisTls(cert=cert, key=key), None):
-            stranger = Store.open(url, "main", tls=wrong, password_file=password_file)
+            stranger = Store(url, "main", tls=wrong, password_file=password_file)
             with pytest.raises(StoreUnavailable):
                 await stranger.ping()
             await stranger.close()
@@ -201,7 +201,7 @@ async def test_a_user_who_may_not_wait_for_replicas_is_told(
 ) -> None:
     await operator.execute_command("ACL", "SETUSER", "laps-sd", "-wait")
     url = f"redis://laps-sd@127.0.0.1:{own_server.port}/0"
-    store = Store.open(url, "main", password_file=password_file, wait_replicas=1)
+    store = Store(url, "main", password_file=password_file, wait_replicas=1)
     await store.acquire_leadership(owner="a:1", lease_s=60)
 
     with pytest.raises(StoreError, match=r"NOPERM|no permissions"):

@@ -99,7 +99,7 @@ async def open_store() -> AsyncIterator[Open]:
 
     async def open_one(*servers: EmbeddedServer, shard: str = "main", **settings: Any) -> Store:
         hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-        store = Store.open(f"redis://{hosts}", shard, **settings)
+        store = Store(f"redis://{hosts}", shard, **settings)
         opened.append(store)
         await store.acquire_leadership(owner="a:1", lease_s=60)
         assert store.epoch is not None
@@ -175,7 +175,7 @@ class TestACluster:
         await ask(
             cluster[0], "CLUSTER", "SETSLOT", slot, "NODE", other
         )  # in its own view still a slot of the first
-        stranger = Store.open(f"redis://127.0.0.1:{cluster[1].port}", shard)
+        stranger = Store(f"redis://127.0.0.1:{cluster[1].port}", shard)
 
         with pytest.raises(StoreUnavailable, match=r"keys have moved to 127\.0\.0\.1:"):
             await stranger.leader()
@@ -188,7 +188,7 @@ class TestACluster:
         for server in cluster:  # the others still direct all clients to the one that is down
             await ask(server, "CONFIG", "SET", "cluster-node-timeout", 600_000)
         cluster[0].kill()
-        store = Store.open(f"redis://127.0.0.1:{cluster[1].port}", shard_at(0))
+        store = Store(f"redis://127.0.0.1:{cluster[1].port}", shard_at(0))
 
         with pytest.raises(StoreUnavailable, match="cannot be reached"):
             await store.ping()
@@ -199,7 +199,7 @@ class TestACluster:
     async def test_a_cluster_that_serves_no_slot_is_unavailable(self, tmp_path: Path) -> None:
         settings = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
         with EmbeddedServer(tmp_path, settings=settings).start() as server:
-            store = Store.open(server.url, "main")
+            store = Store(server.url, "main")
             with pytest.raises(StoreUnavailable, match="Hash slot not served") as refused:
                 await store.leader()
             assert refused.value.fault is Fault.OTHER
@@ -245,7 +245,7 @@ def a_port(*, answers: bool) -> Iterator[tuple[int, list[int]]]:
 
 async def test_an_address_that_is_named_twice_is_tried_once() -> None:
     with a_port(answers=True) as (port, met):
-        store = Store.open(f"redis://127.0.0.1:{port},127.0.0.1:{port}", "main")
+        store = Store(f"redis://127.0.0.1:{port},127.0.0.1:{port}", "main")
         with pytest.raises(StoreUnavailable):
             await store.ping()
         assert len(met) == 1
@@ -275,7 +275,7 @@ async def test_a_sentinel_that_says_nothing_costs_one_call(primary: EmbeddedServ
     with a_port(answers=False) as (silent, _), Sentinel(tmp_path, primary.port or 0) as sentinel:
         await wait_until_async(sentinel.answers, description="the sentinel listens")
         url = f"redis+sentinel://:{RECORD_PASSWORD}@127.0.0.1:{silent},127.0.0.1:{sentinel.port}/main"
-        store = Store.open(url, "main", timeout_s=0.5)
+        store = Store(url, "main", timeout_s=0.5)
         with pytest.raises(StoreUnavailable, match="did not answer"):
             await store.ping()
 
@@ -406,7 +406,7 @@ async def test_sentinels_name_the_primary_before_and_after_a_failover(
     primary, replica = pair
     await in_step(replica)
     with Sentinel(tmp_path, primary.port or 0) as sentinel:
-        store = Store.open(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main", "main")
+        store = Store(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/main", "main")
         await wait_until_async(sentinel.knows_a_replica, description="the sentinel has found the replica")
         await store.acquire_leadership(owner="a:1", lease_s=600)
         await accept(store, a_request())
@@ -456,22 +456,22 @@ async def test_sentinels_have_users_of_their_own(
         await wait_until_async(sentinel.answers, description="the sentinel listens")
         url = f"redis+sentinel://:{RECORD_PASSWORD}@127.0.0.1:{sentinel.port}/main"
         user = SentinelUser(username=username, password_file=secret(tmp_path, SENTINEL_PASSWORD + "\n"))
-        store = Store.open(url, "main", sentinel_user=user)
+        store = Store(url, "main", sentinel_user=user)
         await store.ping()
         await store.close()
 
-        elsewhere = Store.open(f"{url[: -len('/main')]}/other", "main", sentinel_user=user)
+        elsewhere = Store(f"{url[: -len('/main')]}/other", "main", sentinel_user=user)
         with pytest.raises(StoreUnavailable, match="the sentinels watch no 'other'"):
             await elsewhere.ping()
         await elsewhere.close()
 
-        nobody = Store.open(url, "main")
+        nobody = Store(url, "main")
         with pytest.raises(StoreUnavailable, match=r"no sentinel names the primary: .*uthenticat"):
             await nobody.ping()
         await nobody.close()
 
         secret(tmp_path, RECORD_PASSWORD)
-        wrong = Store.open(url, "main", sentinel_user=user)
+        wrong = Store(url, "main", sentinel_user=user)
         with pytest.raises(StoreUnavailable, match="no sentinel names the primary: ") as refused:
             await wrong.ping()
         assert RECORD_PASSWORD not in str(refused.value)
@@ -487,7 +487,7 @@ async def test_a_password_file_of_the_sentinels_that_is_gone_is_named(
     with Sentinel(tmp_path, primary.port or 0) as sentinel:
         await wait_until_async(sentinel.answers, description="the sentinel listens")
         url = f"redis+sentinel://:{RECORD_PASSWORD}@127.0.0.1:{sentinel.port}/main"
-        store = Store.open(url, "main", sentinel_user=user)
+        store = Store(url, "main", sentinel_user=user)
         with pytest.raises(StoreUnavailable, match=r"password file .*gone cannot be read: No such file"):
             await store.ping()
         await store.close()

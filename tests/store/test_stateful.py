@@ -127,9 +127,7 @@ class TwoProcesses(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         shard = new_shard()
         limits = Limits(max_requests=MAX_REQUESTS)
-        self.leading, self.fenced, self.reader = (
-            Store.open(self.url, shard, limits=limits) for _ in range(3)
-        )
+        self.leading, self.fenced, self.reader = (Store(self.url, shard, limits=limits) for _ in range(3))
         self.client = redis_client.Redis.from_url(self.url, protocol=2)
         self.model: dict[str, Modelled] = {}
         self.by_key: dict[str, str] = {}

@@ -64,7 +64,7 @@ async def start_scheduler(
         {"redis_url": redis_url, "shard": shard, "lease_s": 0.6, "policy": "fcfs", **overrides},
         environ={},
     )
-    store = Store.open(
+    store = Store(
         redis_url,
         shard,
         limits=Limits(

@@ -185,7 +185,7 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
 @pytest.fixture
 async def leader(valkey: EmbeddedServer, shard: str) -> AsyncIterator[Leader]:
     settings = load(SchedulerSettings, {"redis_url": valkey.url, "shard": shard}, environ={})
-    store = Store.open(valkey.url, shard, finished_ttl_s=1.0)
+    store = Store(valkey.url, shard, finished_ttl_s=1.0)
     assert await store.acquire_leadership(owner="here", lease_s=600.0)
     leader = Leader(store, settings)
     await leader.loop.recover()

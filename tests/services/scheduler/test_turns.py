@@ -177,7 +177,7 @@ class Leader:
 @pytest.fixture
 async def leader(valkey: EmbeddedServer, shard: str) -> AsyncIterator[Leader]:
     settings = load(SchedulerSettings, {"redis_url": valkey.url, "shard": shard}, environ={})
-    store = Store.open(valkey.url, shard)
+    store = Store(valkey.url, shard)
     assert await store.acquire_leadership(owner="here", lease_s=600.0)
     leader = Leader(store, settings)
     await leader.loop.recover()
