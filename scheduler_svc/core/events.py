@@ -78,11 +78,16 @@ class WorkerFacts:
     worker_id: str
     """One process: a worker that starts again has another id."""
     slots: int
+    """Most requests in one of its rounds."""
     target_blocks: int
     draft_blocks: int
+    """KV blocks in its two pools, for the target and for the draft; 0 for the draft: it has no such pool."""
     block_size: int
+    """Tokens in a KV block."""
     max_length: int
+    """Longest context, in tokens."""
     max_draft_len: int
+    """Most draft tokens of one request in a round."""
 
 
 @dataclass(frozen=True, slots=True)
