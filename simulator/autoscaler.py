@@ -175,7 +175,7 @@ class Pods:
         if not self._cluster.unfinished:
             return ()
         self._cluster.at(now_s + self._scaling.sync_s, self._sync)
-        self._see_who_is_gone(now_s)
+        self._note_removed(now_s)
         pods = self._autoscaler.pods(now_s, self._look(now_s))
         if pods != self._wanted:
             self.changes.append((now_s, pods))
@@ -227,7 +227,7 @@ class Pods:
             events.append(WorkerDraining(view.worker_id))
         return events
 
-    def _see_who_is_gone(self, now_s: float) -> None:
+    def _note_removed(self, now_s: float) -> None:
         """Record the removal of drained pods: the scheduler no longer lists their workers. A pod counts until
         this look.
         """

@@ -17,7 +17,7 @@ _BLOCKS = 1 << 20
 """Names that each conversation, and each set of instructions, has for its blocks."""
 
 
-def strung_together(
+def as_conversations(
     jobs: Sequence[Job],
     conversations: Conversations,
     rng: random.Random,

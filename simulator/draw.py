@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from simulator.conversations import strung_together
+from simulator.conversations import as_conversations
 from simulator.jobs import Job
 from simulator.lengths import RecordedAnswer
 from simulator.machine import Machine
@@ -70,7 +70,7 @@ class _Draw:
             for number, kind in enumerate(kinds)
         ]
         if workload.conversations is not None:
-            drawn = strung_together(drawn, workload.conversations, self._others, self._length)
+            drawn = as_conversations(drawn, workload.conversations, self._others, self._length)
         times = self._times(drawn, None if traced is None else [row.arrival_s for row in traced])
         return [
             job if job.after else dataclasses.replace(job, arrival_s=arrival_s)
@@ -215,7 +215,7 @@ class _Draw:
                 )
         return min(lengths.most, max(1, round(drawn * lengths.times)))
 
-    # AcceptanceModel.
+    # Acceptance.
 
     def _paces(self, acceptance: AcceptanceModel, output: int) -> tuple[str, bytes, int]:
         """Return the recorded task, the tokens of each round, and those of the last round before its cut."""

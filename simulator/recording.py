@@ -55,9 +55,7 @@ def record(jobs: Sequence[Job], policy: str) -> dict[str, Any]:
     `changes` has one list for each job, in the order of `jobs`: [at_s, state, level, perceptible, worker] at each time at
     which one of these has changed. `ended_s` has the end of each job, `preempted` how often it was paused.
     """
-    cluster = Cluster(
-        jobs, MACHINE, WORKERS, lambda _, settings: policy_named(policy, settings), digest=False
-    )
+    cluster = Cluster(jobs, MACHINE, WORKERS, lambda _, settings: policy_named(policy, settings))
     changes: dict[str, list[tuple[float, State]]] = {job.request_id: [] for job in jobs}
 
     def look(now_s: float) -> tuple[()]:

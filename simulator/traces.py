@@ -1,15 +1,14 @@
 """Readers of public recordings of arrivals, lengths and acceptance. A file whose name ends in `.gz` is
 decompressed.
 
-The first line identifies the format:
+Of a trace the first line identifies the format:
   * CSV with a header that contains `arrival_s`, `input_tokens` and `output_tokens` (Azure's trace in this
     form, or any other).
   * Mooncake's JSON lines: `timestamp` (ms), `input_length`, `output_length`, and `hash_ids` for the blocks of a
-    prompt. Its clock ticks about every 3 s,
-    which would turn single arrivals into bursts; requests of one tick are spread evenly over the time to the
-    next.
-  * Acceptance per step, JSON lines: `run`, `task`, `category`, `accept` (tokens of each round, the bonus
-    token included).
+    prompt. Its clock ticks about every 3 s, which would turn single arrivals into bursts; requests of one tick
+    are spread evenly over the time to the next.
+
+Acceptance comes as JSON lines: `run`, `task`, `category`, `accept` (tokens of each round, the bonus token included).
 """
 
 from __future__ import annotations
