@@ -54,7 +54,6 @@ def explain(
         accepted=request.accepted,
         emitted=request.emitted,
         preemptions=request.preemptions,
-        arrival_s=request.facts.arrival_s,
         story=tuple(request.story),
     )
 

@@ -80,9 +80,8 @@ class Explanation:
     accepted: int
     emitted: int
     preemptions: int
-    arrival_s: float
     story: tuple[StoryLine, ...]
-    """Times, like `arrival_s`, on the clock of `step`."""
+    """Times on the clock of `step`."""
 
 
 @dataclass(frozen=True, slots=True)
