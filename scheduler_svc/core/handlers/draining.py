@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.placement.ledger import Ledger
-from scheduler_svc.core.placement.placement import has_room_for
+from scheduler_svc.core.placement.placement import fits_some_list
 from scheduler_svc.core.policies.base import resume_cost_s
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.shard import Shard
@@ -24,7 +24,7 @@ def move_running(worker: Worker, shard: Shard, priors: Priors, ledger: Ledger) -
     """
     for request in list(worker.members.values()):
         worth_it = request.rank.remaining.mean_s > resume_cost_s(request, priors)
-        if not request.running or (worth_it and has_room_for(shard, request)):
+        if not request.running or (worth_it and fits_some_list(shard, request)):
             _move(request, ledger)
 
 

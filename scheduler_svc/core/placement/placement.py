@@ -137,17 +137,15 @@ def _spread_reserved(crowded: Worker, shard: Shard, ledger: Ledger) -> None:
     waiting = [request for request in crowded.in_order if not request.running][free_slots:]
     waiting = [request for request in waiting if request.reserved]
     for request in sorted(waiting, key=lambda request: request.residency):  # without KV: moves at no cost
-        able = _with_reserve_for(shard, request)
-        free = next((worker for worker in able if not worker.is_short_of_blocks), None)
+        by_load = shard.worker_orders.by_load()
+        free = next(
+            (w for w in by_load if _has_reserve_for(request, w) and not w.is_short_of_blocks),
+            None,
+        )
         if free is not None:
             ledger.move(request, free, "whose reserved share was free")
         if crowded.reserved <= crowded.reserved_share:
             return
-
-
-def _with_reserve_for(shard: Shard, request: Request) -> Iterator[Worker]:
-    """Yield the workers whose reserved share could take the request, least loaded first."""
-    return (worker for worker in shard.worker_orders.by_load() if _has_reserve_for(request, worker))
 
 
 def _has_reserve_for(request: Request, worker: Worker) -> bool:
@@ -211,7 +209,7 @@ def _has_room_for(shard: Shard, request: Request, worker: Worker) -> bool:
     return shard.worker_orders.stage(worker) < Stage.FULL and worker.holds(request)
 
 
-def has_room_for(shard: Shard, request: Request) -> bool:
+def fits_some_list(shard: Shard, request: Request) -> bool:
     """Return whether some list with room could take it."""
     return any(worker.holds(request) for worker in _with_room(shard))
 
