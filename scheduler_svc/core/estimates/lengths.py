@@ -79,18 +79,15 @@ def chance_above(z: float) -> float:
     return 0.5 * _erfc(z * _ROOT_HALF)
 
 
-def _lognormal_masses(log_mean: float, log_spread: float) -> list[float]:
+def _shape(log_mean: float, log_variance: float) -> list[float]:
+    """Return the masses of a lognormal in each bin."""
+    log_spread = math.sqrt(max(LEAST_LOG_SPREAD**2, log_variance))
     masses, before = [], 1.0
     for i in range(BINS):
         above = chance_above((i * LOG_BIN - log_mean) / log_spread)
         masses.append(before - above)
         before = above
     return masses
-
-
-def _shape(log_mean: float, log_variance: float) -> list[float]:
-    """Return the masses of a lognormal in each bin."""
-    return _lognormal_masses(log_mean, math.sqrt(max(LEAST_LOG_SPREAD**2, log_variance)))
 
 
 def _completed(ends: list[float], cuts: list[float], shape: list[float]) -> list[float]:
@@ -124,7 +121,7 @@ def _sums_from(values: list[float]) -> list[float]:
     return [*accumulate(reversed(values), initial=0.0)][::-1]
 
 
-DEFAULT_MASSES: Final = _lognormal_masses(DEFAULT_LOG_MEAN, DEFAULT_LOG_SPREAD)
+DEFAULT_MASSES: Final = _shape(DEFAULT_LOG_MEAN, DEFAULT_LOG_SPREAD**2)
 
 
 class LengthTable:
