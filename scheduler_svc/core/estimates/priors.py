@@ -36,8 +36,6 @@ from scheduler_svc.core.estimates.sources import (
     Prediction,
     StageHistory,
     stage_of,
-    stages_from_list,
-    stages_to_list,
 )
 
 FORMAT: Final = 5
@@ -365,7 +363,7 @@ def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
         },
         "length_counts": _filled(priors.lengths.counts),
         "length_cuts": _filled(priors.lengths.cuts),
-        "stages": stages_to_list(priors.stages),
+        "stages": [stage.to_dict() for stage in priors.stages],
         "owner": priors.owner,
     }
 
@@ -384,7 +382,7 @@ def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> Class
         owner=data.get("owner", ""),
     )
     if "stages" in data:
-        priors.stages = stages_from_list(data["stages"])
+        priors.stages = [StageHistory.from_dict(stage) for stage in data["stages"]]
     lengths, positions = priors.lengths, priors.positions
     lengths.restore(_by_bin(data["length_counts"]), _by_bin(data.get("length_cuts", {})))
     priors.rebuild_lengths(pool)

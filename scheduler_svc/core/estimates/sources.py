@@ -9,6 +9,7 @@ where such predictions were closer than the estimate without them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -101,15 +102,7 @@ class StageHistory:
         guesses = dict(zip(SUMS, self.guesses.sums(), strict=True))
         return {"guesses": guesses, "with_them": self.with_them, "without_them": self.without_them}
 
-
-def stages_to_list(stages: list[StageHistory]) -> list[dict[str, Any]]:
-    """Return the histories of all stages as plain numbers, for JSON."""
-    return [stage.to_dict() for stage in stages]
-
-
-def stages_from_list(data: list[dict[str, Any]]) -> list[StageHistory]:
-    """Return the histories that `stages_to_list` gave."""
-    return [
-        StageHistory(GuessHistory(**found["guesses"]), found["with_them"], found["without_them"])
-        for found in data
-    ]
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StageHistory:
+        """Return the history that `to_dict` gave."""
+        return cls(GuessHistory(**data["guesses"]), data["with_them"], data["without_them"])
