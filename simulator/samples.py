@@ -23,6 +23,7 @@ from simulator.workload import AcceptanceModel, Lengths
 CODE_CHARACTERS_PER_TOKEN = 3.5
 
 read_trace_cached = cache(read_trace)
+read_acceptance_cached = cache(read_acceptance)
 column = cache(read_column)
 
 
@@ -68,16 +69,11 @@ def answers(path: Path, wanted: Lengths) -> list[RecordedAnswer]:
 
 
 @cache
-def _recorded(path: Path) -> list[RecordedAcceptance]:
-    return read_acceptance(path)
-
-
-@cache
 def recordings(path: Path, wanted: AcceptanceModel) -> list[RecordedAcceptance]:
     """Return the recordings that match the description. ValueError if there are none."""
     found = [
         recorded
-        for recorded in _recorded(path)
+        for recorded in read_acceptance_cached(path)
         if (not wanted.runs or recorded.run in wanted.runs)
         and (not wanted.tasks or recorded.task in wanted.tasks)
         and (not wanted.categories or recorded.category in wanted.categories)
