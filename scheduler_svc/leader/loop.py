@@ -163,8 +163,8 @@ class Loop:
         self._kv_usage = 0.0
         """Share of KV blocks in use, as read last."""
         self._recovered_from: str | None = None
-        """Incarnation of the record that the working copy was read from. While this is set, workers may hold
-        what an emptied record has lost; a leader that outlived an emptied record knows everything itself.
+        """Incarnation of the record that the working copy was read from. While the record has this one, workers may hold
+        what an emptied record has lost; a leader that outlived the loss has everything itself.
         """
 
     # Interface of the loop.

@@ -68,9 +68,9 @@ class Outage:
         return OutageReport(fault=self._faults[-1].value, error=self._error, lasts_s=lasts_s)
 
     def answered(self, *, writable: bool = False) -> None:
-        """Note that the record can be reached; with `writable`, that it also took a write that needs memory, or
-        that this process has none to write. That ends no outage while another write waits. Without `writable`
-        it ends none for which a server needs more memory.
+        """Note that the record answered. This ends the outage, unless a write of the leader still waits, or the server
+        was full and it is not known to be `writable`: it took a write that needs memory, or this process has none to
+        make.
         """
         if not self.stuck and (writable or Fault.FULL not in self._faults):
             self.wrote()

@@ -35,7 +35,7 @@ __all__ = ["ExternalScaler"]
 DEFAULT_TARGET_LOAD = 0.9
 """Share of a worker's time that arriving work may take, where the trigger names none: chosen by `laps-sd bench autoscale`."""
 DEFAULT_TARGET_S = 20.0
-"""Machine seconds of work per worker, where the trigger names none; as chosen."""
+"""Machine seconds of work per worker, where the trigger names none; chosen in the same way."""
 LEAST_TARGET = 0.001
 """KEDA writes targets in thousandths."""
 METADATA = ("pool", "targetLoad", "targetBacklogSeconds")

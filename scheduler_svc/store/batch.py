@@ -79,8 +79,8 @@ T = TypeVar("T")
 FOLD_AFTER_MS = 5000
 """Milliseconds that a row stays in the log before its request's own keys hold it."""
 FOLD_AFTER_BYTES = 8 << 20
-"""Bytes of newer rows behind which it is folded too, a second's worth for a shard with 2,000 reports a second:
-they bound the log, and the time to read it.
+"""A row is folded earlier once this many bytes were appended after it: what 2,000 reports a second make in about a
+second. This bounds the log, and the time to read it.
 """
 FOLD_TOGETHER = 256
 """Most requests that one batch folds because of their age."""

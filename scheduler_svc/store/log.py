@@ -117,7 +117,7 @@ EMPTY = Log("", {})
 
 
 def continued(stored: StoredRequest, rows: Iterable[Row]) -> StoredRequest:
-    """Return a request, as its own keys have it, with the progress of these rows. Rows behind a gap, or that
+    """Return a request, as its own keys have it, with the progress of these rows. Rows after a gap, or that
     contradict the tokens before them, do not count: a log whose appends were answered has none.
     """
     tokens, standing, first_ms = stored.committed_ids, stored.standing, stored.first_token_unix_ms

@@ -100,13 +100,13 @@ class Tails:
         """Return the number of the oldest entry that is still needed; `number` if none is."""
         return next(iter(self.unfolded.values())).entry if self.unfolded else number
 
-    def due(self, before_ms: int, behind_bytes: int, most: int) -> list[str]:
-        """Return requests whose oldest row is from before that time, or has that many bytes behind it; at most
-        `most` of them.
+    def due(self, before_ms: int, after_bytes: int, most: int) -> list[str]:
+        """Return requests whose oldest row is from before `before_ms` (Unix milliseconds), or has more than `after_bytes`
+        bytes of the log after it; at most `most` of them.
         """
         found: list[str] = []
         for request_id, oldest in self.unfolded.items():
-            recent = oldest.at_ms > before_ms and self.written_bytes - oldest.written_bytes <= behind_bytes
+            recent = oldest.at_ms > before_ms and self.written_bytes - oldest.written_bytes <= after_bytes
             if recent or len(found) == most:
                 break
             found.append(request_id)

@@ -21,8 +21,7 @@ MAX_TIME_MS = 10 * 365 * 86_400_000
 
 
 def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None:
-    """Refuse a submission that none of our gateways sends; gateways get less trust here than the design gives
-    them.
+    """Refuse a submission that no gateway of ours sends: what they check is not relied on here.
 
     Raises InvalidArgument naming the field and the limit.
     """

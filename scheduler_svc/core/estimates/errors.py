@@ -160,9 +160,9 @@ class EstimateErrors:
         """Forget the estimates judged in the step before."""
         self.latest = []
 
-    def judge(self, said: dict[Moment, KeptEstimate], attained_s: float) -> None:
+    def judge(self, kept: dict[Moment, KeptEstimate], attained_s: float) -> None:
         """Judge the estimates of a request that ended by itself after `attained_s` machine seconds."""
-        for moment, estimate in said.items():
+        for moment, estimate in kept.items():
             summary = self.by.get((moment, estimate.basis))
             if summary is None:
                 summary = self.by[moment, estimate.basis] = ErrorSummary()

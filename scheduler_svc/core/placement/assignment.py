@@ -13,9 +13,9 @@ from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.worker import Worker
 
 NO_RIVAL: Final = (-(2**62), 0.0)
-"""Class and index that every member is behind."""
+"""Class and index before those of every member."""
 NO_ONE_WAITS: Final = (2**62, 0.0)
-"""Class and index that no member is behind."""
+"""Class and index after those of every member."""
 
 
 def assignment(worker: Worker, settings: CoreSettings) -> Assign | None:
@@ -82,7 +82,7 @@ def _differs(worker: Worker, tolerance: float) -> bool:
 
 
 def _rival(worker: Worker) -> tuple[int, float]:
-    """Return the class and index behind which a running member can lose its slot to one that waits, as `choose`
+    """Return the class and index after which a running member can lose its slot to one that waits, as `choose`
     displaces: by class, or by cost and the hysteresis. Where KV or slots are too few for those that run, their
     own order decides too.
     """
