@@ -55,13 +55,15 @@ class Cluster:
         reports_per_s: float | None = None,
         digest: bool = False,
         check: bool = False,
-        on_progress: Callable[[int], None] | None = None,
         slowness: Sequence[float] = (),
         router: Router | None = None,
     ) -> None:
-        """`router`: chooses workers; None: the one of production.
+        """`workers`: equal ones that are up from the beginning. `make_policy` gets the jobs by their ids, for a policy
+        that knows the future. `router`: chooses workers; None: the one of production.
 
         `slowness`: how many times as long as on `machine` everything takes on each of the first workers.
+
+        `digest`: compute `Outcome.digest`. `check`: check the core's invariants after each step, which is slow.
 
         `reports_per_s`: reports that the core receives in a second. The others wait, as those of a large shard do,
         while their tokens count at once. None: the core receives each report when it is there.
@@ -86,7 +88,6 @@ class Cluster:
         )
         self._hash = hashlib.sha256() if digest else None
         self._check = check
-        self._on_progress = on_progress
         self._heap: list[tuple[float, int, _Happening]] = []
         self._tickets = 0
         self._slower: dict[str, Machine] = {}
@@ -276,8 +277,6 @@ class Cluster:
             following = self._next_turns.get(request_id)
             if following is not None:
                 self._arrives(now_s + following.arrival_s, following)
-            if self._on_progress is not None:
-                self._on_progress(self._ended)
 
     def _carry_out(self, now_s: float, commands: Sequence[Command], idle: Sequence[VirtualWorker]) -> None:
         """Deliver commands to workers; workers without a current round start one."""
