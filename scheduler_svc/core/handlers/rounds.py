@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from laps_sd.contract.choose import ON_DEVICE, Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, StoryLine
@@ -268,22 +270,14 @@ def _cut_at_limit(progress: Progress, request: Request, ledger: Ledger) -> Progr
     """
     assert request.worker is not None
     ledger.drop(request.worker, progress.request_id, progress.lease_epoch)
-    return Progress(
-        progress.request_id,
-        progress.lease_epoch,
-        progress.position,
-        progress.tokens[: request.facts.max_tokens - progress.position],
-        progress.drafted,
-        progress.accepted,
-        progress.prefilled,
-        End.LENGTH,
-        0,
-        "",
-        progress.tested_by_position,
-        progress.accepted_by_position,
-        None,
-        progress.merged,
-        cached=progress.cached,
+    return replace(
+        progress,
+        tokens=progress.tokens[: request.facts.max_tokens - progress.position],
+        end=End.LENGTH,
+        cut_characters=0,
+        error="",
+        predicted_remaining_tokens=None,
+        recorded=False,
     )
 
 
