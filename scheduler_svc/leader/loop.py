@@ -385,19 +385,20 @@ class Loop:
             turn.events.append(report.cache)
         turn.events.append(event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
-        for one in report.details:  # later a worker also finds what this request itself has left in its cache
-            live = self.clients.live.get(one.request_id)
-            if live is not None and live.started_s is None:
-                live.cached_prompt_tokens = one.cached_tokens
-        if not take_reported(self.clients.live, event, turn.now_s, turn.taken):
-            turn.needs_core.add(session)
         for one in report.details:
             live = self.clients.live.get(one.request_id)
-            if live is not None and one.lease_epoch == live.lease_epoch:
+            if live is None:
+                continue
+            if live.started_s is None:
+                # Later a worker also finds what this request itself has left in its cache.
+                live.cached_prompt_tokens = one.cached_tokens
+            if one.lease_epoch == live.lease_epoch:
                 live.record_logprobs(one.position, one.logprobs)
                 if packed := live.record_prompt_logprobs(one.prompt_logprobs):
                     found = PromptLogprobs(one.request_id, one.lease_epoch, packed)
                     turn.prompt_logprobs.append(found)
+        if not take_reported(self.clients.live, event, turn.now_s, turn.taken):
+            turn.needs_core.add(session)
 
     def _observe_queue(self, turn: Turn) -> None:
         self._rounds.hurry_late(turn.now_s, OBSERVE_S)
