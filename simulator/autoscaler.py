@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_svc.core.events import Event, WorkerDraining, WorkerUp
-from simulator.cluster import Cluster
+from simulator.cluster import Cluster, Outside
 from simulator.machine import Machine
 
 Signal = Literal["load", "backlog", "requests", "queue", "utilisation", "fixed"]
@@ -168,8 +168,17 @@ class Pods:
         self._pods[name] = _Pod(now_s)
         return name
 
-    def _starter(self, name: str) -> _Starter:
-        return _Starter(self._pods[name], WorkerUp(self._machine.facts(name), ()))
+    def _starter(self, name: str) -> Outside:
+        """Return the call by which a pod becomes ready, unless it was removed before."""
+        pod, up = self._pods[name], WorkerUp(self._machine.facts(name), ())
+
+        def start(now_s: float) -> Sequence[Event]:
+            if pod.leaves:
+                return ()
+            pod.up = True
+            return (up,)
+
+        return start
 
     def _sync(self, now_s: float) -> Sequence[Event]:
         if not self._cluster.unfinished:
@@ -235,17 +244,3 @@ class Pods:
         for name, pod in self._pods.items():
             if pod.up and pod.leaves and name not in here:
                 pod.gone_s = min(pod.gone_s, now_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Starter:
-    """Event of a pod that becomes ready, unless it was removed before."""
-
-    pod: _Pod
-    up: WorkerUp
-
-    def __call__(self, now_s: float) -> Sequence[Event]:
-        if self.pod.leaves:
-            return ()
-        self.pod.up = True
-        return (self.up,)
