@@ -76,7 +76,7 @@ from scheduler_svc.leader.turn import (
 from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.batch import Batch, Pending
-from scheduler_svc.store.records import PromptLogprobs, TransitionStatus
+from scheduler_svc.store.records import ON_RECORD, PromptLogprobs, TransitionStatus
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire import replies, reports
 
@@ -91,7 +91,6 @@ requests take it about half a second.
 """
 GRACES_TOGETHER = 1024
 """Requests of which a new leader starts the grace periods before it lets other tasks run."""
-_WRITTEN = frozenset({TransitionStatus.OK, TransitionStatus.ALREADY})
 OBSERVE_S = 1.0
 """Seconds between two readings of the queue's gauges."""
 BEGUN_KEPT_S = 1.0
@@ -517,7 +516,7 @@ class Loop:
     ) -> None:
         """Apply transitions that the record has taken, and repair requests of which it refused one."""
         for transition, status in zip(transitions, statuses, strict=True):
-            if status in _WRITTEN:
+            if status in ON_RECORD:
                 self._working_copy.recorded(transition, turn.now_s)
             elif transition.request_id not in turn.refused:
                 turn.refused.add(transition.request_id)

@@ -22,7 +22,7 @@ from scheduler_svc.leader.recorder import until_answered
 from scheduler_svc.leader.turn import Turn
 from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
-from scheduler_svc.store.records import StoredRequest, TransitionStatus, standing_at_arrival
+from scheduler_svc.store.records import ON_RECORD, StoredRequest, TransitionStatus, standing_at_arrival
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire.checks import MAX_TOKEN_ID
 
@@ -177,7 +177,7 @@ class Repair:
 
         status = await until_answered(self._outage, write, fenced=self.confirm_lead)
         self._outage.wrote()
-        return status in (TransitionStatus.OK, TransitionStatus.ALREADY)
+        return status in ON_RECORD
 
     async def continue_after(self, turn: Turn, live: Live, shown: tuple[int, ...]) -> None:
         """Continue a request after the outputs that a client has seen, if they are more than the record has:

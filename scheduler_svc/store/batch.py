@@ -26,6 +26,7 @@ from scheduler_svc.store.errors import Fenced
 from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.log import number_of, pack_entry, pack_row
 from scheduler_svc.store.records import (
+    ON_RECORD,
     LeaderEpoch,
     NewRequest,
     PromptLogprobs,
@@ -85,7 +86,6 @@ second. This bounds the log, and the time to read it.
 FOLD_TOGETHER = 256
 """Most requests that one batch folds because of their age."""
 _STATUS = {status.value: status for status in TransitionStatus}
-_TAKEN = (TransitionStatus.OK, TransitionStatus.ALREADY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +252,12 @@ class Batch:
                 continue  # the plan has its rows
             for place, status in _by_place(one, reply):
                 if isinstance(place, str):
-                    if status not in _TAKEN:
+                    if status not in ON_RECORD:
                         plan.unexpected(place)
                         self.unfoldable[place] = status
                     continue
                 entry = place[0].entries[place[1]]
-                if status not in _TAKEN:
+                if status not in ON_RECORD:
                     plan.unexpected(entry.request_id)
                 elif one.call.script is scripts.COMMIT and status is TransitionStatus.OK:
                     plan.committed(entry)

@@ -188,3 +188,7 @@ class TransitionStatus(enum.Enum):
     """Another lease epoch or position is on the record. Nothing changed."""
     GONE = 3
     """The record has no such unfinished request. Nothing changed."""
+
+
+ON_RECORD = (TransitionStatus.OK, TransitionStatus.ALREADY)
+"""Answers after which the record has the transition. A tuple: the hash of an enum's member is slow."""
