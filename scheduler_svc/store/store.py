@@ -54,7 +54,6 @@ deadline ended it.
 
 _SHARD_TTL_MS = SHARD_TTL_S * 1000
 _NOT_SHOWN = Shown()
-_STATUS = {status.value: status for status in TransitionStatus}
 
 
 class Store:
@@ -308,7 +307,7 @@ class Store:
         [[answer]] = await self.run(
             [Call(scripts.EXTEND, keys, [self._lease.leadership, deadline])], leading=True
         )
-        return _STATUS[answer] is TransitionStatus.OK
+        return TransitionStatus(answer) is TransitionStatus.OK
 
     async def withdraw(self, request_ids: Sequence[str]) -> list[str]:
         """Remove requests whose submission was refused because the record did not answer, with their
@@ -334,7 +333,7 @@ class Store:
             withdrawn += [
                 (request_id, expires_with)
                 for (request_id, _, expires_with), answer in zip(found, answers, strict=True)
-                if _STATUS[answer] is TransitionStatus.OK
+                if TransitionStatus(answer) is TransitionStatus.OK
             ]
         await self.claims.release(withdrawn)
         for request_id, _ in withdrawn:
