@@ -51,7 +51,6 @@ class WorkerSession:
     worker_id: str
     worker_name: str
     device: str
-    fingerprint: str
     protocol_version: int = PROTOCOL_VERSIONS[0]
     known: dict[str, int] = field(default_factory=dict)
     """Specifications the worker has: request id → lease epoch it has it under."""

@@ -154,10 +154,9 @@ class Turn:
 class Timer:
     """One action at one time. `cancel` frees at once what the action holds, however far away its time is."""
 
-    __slots__ = ("_timers", "action", "when_s")
+    __slots__ = ("_timers", "action")
 
-    def __init__(self, timers: Timers, when_s: float, action: Callable[[Turn], None]) -> None:
-        self.when_s = when_s
+    def __init__(self, timers: Timers, action: Callable[[Turn], None]) -> None:
         self.action: Callable[[Turn], None] | None = action
         """Action of the timer; None once it has run or was cancelled."""
         self._timers = timers
@@ -182,7 +181,7 @@ class Timers:
 
     def at(self, when_s: float, action: Callable[[Turn], None]) -> Timer:
         """Run `action` in the first turn at or after `when_s`."""
-        timer = Timer(self, when_s, action)
+        timer = Timer(self, action)
         heapq.heappush(self._heap, (when_s, next(self._numbers), timer))
         return timer
 

@@ -229,7 +229,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             await context.write(worker_pb.WorkerLinkReply(leader_epoch=leadership.epoch, refused=refused))
             return
         self._refused_for_now.discard(hello.worker_id)
-        session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, hello.fingerprint, version)
+        session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, version)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
 

@@ -20,7 +20,7 @@ def entry(request_id: str, index_s: float = 1.0, lease_epoch: int = 1) -> Assign
 
 
 def session(version: int = 2) -> WorkerSession:
-    return WorkerSession("w", "w", "cpu", "pair", protocol_version=version)
+    return WorkerSession("w", "w", "cpu", protocol_version=version)
 
 
 def sent(to: WorkerSession, entries: list[AssignEntry]) -> pb.Assignment:

@@ -6,7 +6,7 @@ from scheduler_svc.leader.sessions import WorkerSession
 
 
 def session(version: int = 2) -> WorkerSession:
-    return WorkerSession("w", "w", "cpu", "pair", protocol_version=version)
+    return WorkerSession("w", "w", "cpu", protocol_version=version)
 
 
 async def test_one_that_waits_goes_with_the_last_message_that_is_due() -> None:

@@ -56,7 +56,7 @@ class Leader:
             traces=RequestTraces(QUIET, shard=settings.shard, policy="laps-sd"),
         )
         self.gateway = GatewaySession("g")
-        self.worker = WorkerSession("w", "w", "cpu", "pair")
+        self.worker = WorkerSession("w", "w", "cpu")
         self._leases: dict[str, int] = {}
         self._reports = 0
         self._submitted = 0

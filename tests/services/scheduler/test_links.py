@@ -82,7 +82,7 @@ def only(reply: gateway_pb.GatewayLinkReply) -> gateway_pb.Delivery:
 
 
 def test_a_peer_that_asks_and_does_not_listen_is_read_no_further_until_it_does() -> None:
-    gateway, worker = GatewaySession("g1"), WorkerSession("w1", "w", "cpu", "pair")
+    gateway, worker = GatewaySession("g1"), WorkerSession("w1", "w", "cpu")
     for number in range(MAX_ANSWERS):
         assert gateway.room.is_set() and worker.room.is_set()
         gateway.reply(gateway_pb.GatewayLinkReply())
@@ -125,7 +125,7 @@ def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway
 
 
 def test_an_order_to_drop_an_older_lease_leaves_the_newer_one() -> None:
-    session = WorkerSession("w1", "w1", "none", "pair")
+    session = WorkerSession("w1", "w1", "none")
     session.specify("r1", 2, worker_pb.LeasedSpecification(lease_epoch=2))
     session.drop((("r1", 1),))
 

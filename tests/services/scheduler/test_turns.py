@@ -55,7 +55,7 @@ class Worker:
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
-        self.session = WorkerSession(worker_id, worker_id, "cpu", "pair")
+        self.session = WorkerSession(worker_id, worker_id, "cpu")
         self.specifications: dict[str, worker_pb.LeasedSpecification] = {}
         self.listed: list[str] = []
         self.dropped: list[str] = []
