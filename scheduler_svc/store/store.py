@@ -118,7 +118,7 @@ class Store:
         self.reader = Reader(self.transport, self.keys)
         self.expires_with = self.claims.expires_with
 
-        # What one part does alone.
+        # Methods of one part each, under the names by which callers know them.
         self.run, self.ping, self.close = self.transport.run, self.transport.ping, self.transport.close
         self.distrust = self.transport.distrust
         self.leader, self.patience_s = self._lease.leader, self._lease.patience_s
