@@ -88,7 +88,7 @@ class RankKey:
     device."""
     resume_cost_s: Final[float]
     """Cost of taking the request up from where its KV lies now, in machine seconds; if the KV is on the
-    device, the cost of computing it again."""
+    device, the cost of computing it again. 0 with a policy that does not count it."""
     pinned: Final[bool]
     level: Final[int]
     perceptible: Final[bool | None]

@@ -57,7 +57,7 @@ class Reader:
     ) -> list[StoredRequest | None]:
         """Return requests as their own keys hold them; None for one that is not there, or that lacks tokens.
 
-        `payload`: False leaves out prompt, submission, features, names of blocks and story.
+        `payload`: False leaves out prompt and its log probabilities, submission, features, names of blocks and story.
         """
         found: list[StoredRequest | None] = []
         for some in _groups(await self._hashes(request_ids), payload=payload):

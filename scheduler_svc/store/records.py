@@ -78,7 +78,7 @@ class NewRequest:
     """Hash of the body. Same idempotency key and same hash: the same request. Another hash: refused."""
     seed: int
     submission: bytes
-    """Serialized submission (sampling settings, stop strings …). Opaque to the store."""
+    """Serialized specification (sampling settings, stop strings …) without prompt and outputs. Opaque to the store."""
     length_features: bytes
     """Packed hashed words of the prompt; empty: none. The record drops them at the end."""
     prompt_blocks: bytes

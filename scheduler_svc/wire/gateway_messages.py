@@ -45,7 +45,7 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The wish of a tenant that a request ends."""
+    """An order of a tenant that its request ends."""
 
     cancel_id: int
     request_id: str

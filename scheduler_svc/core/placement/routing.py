@@ -22,8 +22,9 @@ PlacementName = Literal["soonest-done", "least-loaded"]
 PLACEMENTS: tuple[PlacementName, ...] = get_args(PlacementName)
 """Names of the routers in the configuration."""
 MOST_COMPARED: Final = 16
-"""Workers that are compared: this many of the least loaded ones, and this many of those that have most of the prompt. Our
-choice; it bounds the cost of a placement, and the others are rarely better."""
+"""Workers that are compared: this many of the least loaded ones, and this many of those that have most of the prompt. Of
+faster workers for a running request as many. Our choice; it bounds the cost of a placement, and the others are rarely
+better."""
 
 
 @final
