@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from scheduler_svc.leader.outage import Outage
@@ -21,12 +21,13 @@ async def until_answered(
     *,
     fenced: Callable[[], Awaitable[None]] | None = None,
 ) -> T:
-    """Call `attempt` until the record answers it, and return its result. Between attempts the pause doubles.
+    """Call `attempt` until the record answers it, and return its result. The pause between two attempts doubles, up to
+    `LONGEST_RETRY_S`.
 
     After Fenced, `fenced` is awaited before the next attempt; without it, Fenced is raised. The attempt must
     be one that is safe to repeat.
     """
-    pauses_s = _pauses_s()
+    pause_s = FIRST_RETRY_S
     while True:
         try:
             return await attempt()
@@ -36,12 +37,5 @@ async def until_answered(
             await fenced()
         except StoreUnavailable as error:
             outage.began(error, stuck=True)
-            await asyncio.sleep(next(pauses_s))
-
-
-def _pauses_s() -> Iterator[float]:
-    """Yield the pauses in seconds between two attempts: doubling up to the longest."""
-    pause_s = FIRST_RETRY_S
-    while True:
-        yield pause_s
-        pause_s = min(LONGEST_RETRY_S, pause_s * 2)
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_RETRY_S, pause_s * 2)
