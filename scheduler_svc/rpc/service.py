@@ -224,10 +224,11 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             return
         version = _version(hello.protocol_versions)
         refused = self._refusal(loop, hello, version)
-        if refused is not None or version is None:
+        if refused is not None:
             self._log_refusal(hello.worker_id, refused)
             await context.write(worker_pb.WorkerLinkReply(leader_epoch=leadership.epoch, refused=refused))
             return
+        assert version is not None, "without one it is refused"
         self._refused_for_now.discard(hello.worker_id)
         session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, version)
         stream = _Stream(leadership, context, session)
@@ -252,15 +253,15 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             leadership.sessions.discard(session)
             loop.put(WorkerClosed(session, silent=stream.silent))
 
-    def _log_refusal(self, worker_id: str, refused: worker_pb.WorkerRefused | None) -> None:
+    def _log_refusal(self, worker_id: str, refused: worker_pb.WorkerRefused) -> None:
         known = self._refused_for_now
-        if refused is not None and refused.temporary:
+        if refused.temporary:
             if worker_id in known:
                 return
             if len(known) >= MOST_REFUSED:
                 known.clear()
             known.add(worker_id)
-        log.error("worker refused", worker_id=worker_id, reason=refused.detail if refused else "")
+        log.error("worker refused", worker_id=worker_id, reason=refused.detail)
 
     def _refusal(
         self, loop: Loop, hello: worker_pb.WorkerHello, version: int | None
