@@ -463,7 +463,7 @@ class Store:
         return found
 
     async def _read(self, request_ids: Sequence[str]) -> list[StoredRequest | None]:
-        """Return requests with what the log has of them."""
+        """Return requests with what the log has of them, and correct the leader's copy by them."""
         knows = self.tails_are_read and not self.tails.ahead
         log = EMPTY if knows else await self.reader.log()
         found: list[StoredRequest | None] = []

@@ -156,7 +156,7 @@ class Shard:
             self.queued.add(request.order_key)
 
     def queued_at(self, index: int) -> Request:
-        """Return the queued request with `index` better ones."""
+        """Return the queued request with `index` better ones; its order key becomes that of its tenant's present turn."""
         key = self.queued.at(index)
         request = self.requests[key[-1]]
         request.order_key = key
