@@ -33,7 +33,7 @@ from scheduler_svc.store.records import (
     StoredRequest,
     TransitionStatus,
 )
-from scheduler_svc.store.scripts import MAX_ENTRIES, MAX_PROMPTS, Script
+from scheduler_svc.store.scripts import MAX_ENTRIES, MAX_PROMPTS, Call, Script
 from scheduler_svc.store.tails import Logged, Plan, Tails
 
 
@@ -86,15 +86,6 @@ second. This bounds the log, and the time to read it.
 FOLD_TOGETHER = 256
 """Most requests that one batch folds because of their age."""
 _STATUS = {status.value: status for status in TransitionStatus}
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One EVALSHA."""
-
-    script: Script
-    keys: list[str]
-    arguments: list[Argument]
 
 
 class Pending(Generic[T]):

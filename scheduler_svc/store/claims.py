@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.batch import Call
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S, Keys
 from scheduler_svc.store.records import NewRequest
+from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.transport import Transport
 
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.batch import Call
 from scheduler_svc.store.errors import RecordBehind, SchemaMismatch
 from scheduler_svc.store.keys import SCHEMA_VERSION, SHARD_TTL_S, Keys
 from scheduler_svc.store.records import Leader, LeaderEpoch
-from scheduler_svc.store.scripts import Script
+from scheduler_svc.store.scripts import Call, Script
 from scheduler_svc.store.transport import Transport
 
 _SHARD_TTL_MS = SHARD_TTL_S * 1000

@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from importlib import resources
 
+from scheduler_svc.store.codec import Argument
+
 MAX_ENTRIES = 256
 """Entries that one call handles: more would keep the server from others for too long."""
 MAX_PROMPTS = 32
@@ -20,6 +22,15 @@ class Script:
     source: str
     sha: str
     """Hash by which EVALSHA names the script."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One EVALSHA."""
+
+    script: Script
+    keys: list[str]
+    arguments: list[Argument]
 
 
 def _load(name: str) -> Script:

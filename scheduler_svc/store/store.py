@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.batch import Batch, Call
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.claims import Claims
 from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import Argument, new_fields, pack_ids, reserved_tokens
@@ -43,6 +43,7 @@ from scheduler_svc.store.records import (
     TransitionStatus,
 )
 from scheduler_svc.store.redis_url import parse_redis_url
+from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.servers import RedisTls, SentinelUser, Servers
 from scheduler_svc.store.tails import Tails
 from scheduler_svc.store.transport import Transport

@@ -18,10 +18,10 @@ from redis import exceptions as redis_errors
 from redis.asyncio.connection import BlockingConnectionPool
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.batch import Call
 from scheduler_svc.store.codec import Argument
 from scheduler_svc.store.errors import Fault, Fenced, StoreError, StoreUnavailable
 from scheduler_svc.store.redis_url import Address
+from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.servers import Servers, moved_to, reply_of
 
 _NO_SERVER = "-"

@@ -13,9 +13,10 @@ import redis.asyncio as redis_client
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
-from scheduler_svc.store.batch import Batch, Call, Pending
+from scheduler_svc.store.batch import Batch, Pending
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import NewRequest, StoredRequest, TransitionStatus
+from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.store import Store
 
 OK, ALREADY, STALE, GONE = TransitionStatus
