@@ -53,8 +53,8 @@ from scheduler_svc.leader.live import Live, all_recorded, from_record, recovered
 from scheduler_svc.leader.load_log import LoadLog
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
-from scheduler_svc.leader.recorder import until_answered
 from scheduler_svc.leader.repair import Repair
+from scheduler_svc.leader.retries import until_answered
 from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces

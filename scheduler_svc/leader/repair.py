@@ -18,7 +18,7 @@ from scheduler_svc.core.events import EndRequested, Event, Refused
 from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, recovered
 from scheduler_svc.leader.outage import Outage
-from scheduler_svc.leader.recorder import until_answered
+from scheduler_svc.leader.retries import until_answered
 from scheduler_svc.leader.turn import Turn
 from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
