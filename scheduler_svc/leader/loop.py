@@ -175,7 +175,7 @@ class Loop:
         return replies.shard_load(
             backlog_s=self.core.totals().backlog_s,
             requests=len(self.clients.live),
-            workers=sum(entry.session is not None for entry in self.roster.workers.values()),
+            workers=self.roster.connected,
             gateways=gateways,
             kv_usage=self._kv_usage,
             refuses=self.clients.refusal(),
@@ -407,9 +407,8 @@ class Loop:
 
     def _write_load(self, turn: Turn) -> None:
         self.timers.at(turn.now_s + self.settings.log_load_s, self._write_load)
-        workers = sum(entry.session is not None for entry in self.roster.workers.values())
         fields = self._load_log.fields(
-            turn.now_s, self.core.totals(), workers=workers, kv_usage=self._kv_usage
+            turn.now_s, self.core.totals(), workers=self.roster.connected, kv_usage=self._kv_usage
         )
         if fields is not None:
             log.info(SHARD_LOAD, shard=self.settings.shard, **fields)

@@ -70,9 +70,9 @@ class Roster:
         return None
 
     @property
-    def is_connected(self) -> bool:
-        """Return whether any worker has a stream."""
-        return any(entry.session is not None for entry in self.workers.values())
+    def connected(self) -> int:
+        """Return the number of workers that have a stream."""
+        return sum(entry.session is not None for entry in self.workers.values())
 
     def agrees(self, fingerprint: str, *, begun: Callable[[], int], has_accepted: bool) -> bool:
         """Return True if a worker's model pair is the pool's. The pool takes another pair only while nothing
@@ -83,7 +83,7 @@ class Roster:
         """
         if fingerprint == self.fingerprint:
             return True
-        if self.fingerprint and (has_accepted or self.is_connected or begun()):
+        if self.fingerprint and (has_accepted or self.connected or begun()):
             return False
         self.fingerprint = fingerprint
         return True

@@ -280,7 +280,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         accepted = any(isinstance(one, WorkerSession) and not one.closed for one in self._leadership.sessions)
         if loop.agrees(hello.fingerprint, has_accepted=accepted):
             return None
-        temporary = not (accepted or loop.roster.is_connected)
+        temporary = not (accepted or loop.roster.connected)
         its, pools = hello.fingerprint[:16], loop.roster.fingerprint[:16]
         if temporary:
             detail = (
