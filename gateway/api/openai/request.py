@@ -37,7 +37,6 @@ Kind = Literal["chat", "text"]
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "early_stopping": (False,),
