@@ -64,12 +64,13 @@ from gateway.api.openai.answer import MakeReply
 from gateway.api.openai.body import Json, read_body
 from gateway.api.openai.errors import with_format_field
 from gateway.api.openai.fields_of_chats import renamed
-from gateway.api.openai.headers import read_header, read_ttl_s
+from gateway.api.openai.headers import read_ttl_s
 from gateway.api.openai.reply import Reply, model_json, models_json
 from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
 from gateway.api.openai.responses.body import read_responses
 from gateway.api.openai.responses.reply import ResponsesReply
 from gateway.api.openai.unknown_fields import OnUnknown, UnknownFields
+from gateway.api.openai.values import check_text
 from gateway.calls.calls import Caller, Calls
 from gateway.calls.validation import check_model
 from gateway.links.shards import Shards
@@ -295,7 +296,7 @@ class HttpServer:
             parsed, make_reply = read(
                 read_body(await read_bytes(request), self._calls.settings.max_message_fields), self._unknown
             )
-            _put_key(parsed, read_header(KEY_HEADER, single_header(request, KEY_HEADER)))
+            _put_key(parsed, check_text(KEY_HEADER, single_header(request, KEY_HEADER)))
         async with AsyncExitStack() as stack:
             # With a time to live the status is sent only with the first tokens: before them the request can
             # still be refused.

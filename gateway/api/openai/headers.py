@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 
-from gateway.api.openai.values import check_text, shown
+from gateway.api.openai.values import shown
 from laps_sd.errors import InvalidArgument
 
-__all__ = ["read_header", "read_ttl_s"]
+__all__ = ["read_ttl_s"]
 
 DURATION = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def read_header(name: str, value: str) -> str:
-    """Return the text of a header, whose bytes may not be UTF-8. Raises InvalidArgument."""
-    return check_text(name, value)
 
 
 def read_ttl_s(name: str, value: str, max_s: float) -> float | None:
