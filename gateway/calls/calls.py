@@ -133,7 +133,6 @@ class Calls:
         output in one message of gRPC, so that it must not be too large for one.
         """
         began = _now()
-        tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
             span = stack.enter_context(
                 call_span(self._tracing, requests, caller.traceparent, model=self.model.name)
@@ -153,13 +152,7 @@ class Calls:
                     attachments = [await self._place(stack, submit, caller) for submit in submissions]
             shown_ids = self.model.markup_ids if reads_markup else frozenset()
             async with self._opened(
-                stack,
-                attachments,
-                caller,
-                began=began,
-                tenant=tenant,
-                span=span,
-                shown_ids=shown_ids,
+                stack, attachments, caller, began=began, span=span, shown_ids=shown_ids
             ) as generation:
                 generation.states = states
                 with _ends_late(generation, by_field):
@@ -171,7 +164,6 @@ class Calls:
     ) -> AsyncIterator[Generation]:
         """Attach to an existing request and stream its output after the cursor."""
         began = _now()
-        tenant = self._tenants.label(caller.tenant)
         with ExitStack() as stack:
             with self.refusals(caller):
                 self._tenants.charge_call(caller.tenant)
@@ -182,9 +174,7 @@ class Calls:
                 stack.callback(link.close, stream)
                 acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
             attachment = Attachment(link, stream, acceptance)
-            async with self._opened(
-                stack, [attachment], caller, began=began, tenant=tenant, cursor=cursor
-            ) as generation:
+            async with self._opened(stack, [attachment], caller, began=began, cursor=cursor) as generation:
                 yield generation
 
     async def cancel(self, request_id: str, caller: Caller) -> bool:
@@ -339,12 +329,12 @@ class Calls:
         caller: Caller,
         *,
         began: float,
-        tenant: str,
         cursor: inference_pb2.Cursor | None = None,
         span: CallSpan | None = None,
         shown_ids: frozenset[int] = frozenset(),
     ) -> AsyncIterator[Generation]:
         accepted = []
+        tenant = self._tenants.label(caller.tenant)
         for attachment in attachments:
             acceptance = attachment.acceptance
             if not acceptance.attached:
