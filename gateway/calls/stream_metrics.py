@@ -25,13 +25,14 @@ class StreamMetrics:
         self.end = ""
         self.ended_message: inference_pb2.Ended | None = None
         """The end of the output; None if the stream ended before it."""
+        self.count = 0
+        """Output tokens that arrived."""
         self._tenant = tenant
         self._billed = billed  # tokens of an attachment to an existing request are counted already
         self._began = began
         self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
         self._first: float | None = None
         self._last = 0.0
-        self._count = 0
 
     def __enter__(self) -> StreamMetrics:
         return self
@@ -41,17 +42,12 @@ class StreamMetrics:
         """Time from the call to its first token, in seconds; None without a token."""
         return None if self._first is None else self._first - self._began
 
-    @property
-    def count(self) -> int:
-        """Return the output tokens that arrived."""
-        return self._count
-
     def tokens(self, count: int, now: float) -> None:
         """Count `count` tokens that arrived now, in the loop's time."""
         if count == 0:
             return
         self._last = now
-        self._count += count
+        self.count += count
         if self._first is None:
             self._first = self._last
             if self._fresh:
@@ -89,11 +85,11 @@ class StreamMetrics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.failed(error)
         metrics.REQUESTS.labels(self.end).inc()
-        metrics.OUTPUT_TOKENS.inc(self._count)
+        metrics.OUTPUT_TOKENS.inc(self.count)
         if self._billed:
-            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self._count)
-        if self._fresh and self._first is not None and self._count > 1:
-            metrics.TOKEN_TIME.observe((self._last - self._first) / (self._count - 1))
+            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self.count)
+        if self._fresh and self._first is not None and self.count > 1:
+            metrics.TOKEN_TIME.observe((self._last - self._first) / (self.count - 1))
 
 
 def _now() -> float:
