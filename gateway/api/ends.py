@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from laps_sd.contract.ends import End
+from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.service.ends import end_of_reason
+from laps_sd.v1 import inference_pb2
 
-__all__ = ["OPENAI", "VLLM"]
+__all__ = ["OPENAI", "VLLM", "openai_reason"]
 
 OPENAI: dict[End | None, str | None] = {
     None: None,  # an end of a later version
@@ -29,3 +32,14 @@ VLLM: dict[End, str | None] = {
     End.ERROR: None,
 }
 """vLLM's `finished_reason`, the label of its metric of successes."""
+
+
+def openai_reason(ended: inference_pb2.Ended) -> str:
+    """Return OpenAI's `finish_reason` of an output. Raises its failure if it failed or was cancelled."""
+    end = end_of_reason(ended.finish_reason)
+    if end is End.CANCELLED:
+        raise Cancelled(f"request {ended.request_id} was cancelled")
+    reason = OPENAI[end]
+    if reason is None:
+        raise LapsSdError(ended.error or "the request failed")
+    return reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gateway.api.ends import OPENAI
+from gateway.api.ends import openai_reason
 from gateway.api.openai.body import Json
 from gateway.api.openai.message import readers_of
 from gateway.api.openai.request import ParsedRequest
@@ -13,7 +13,7 @@ from gateway.calls.output import Piece
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.ends import End
-from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import end_of_reason
 from laps_sd.v1 import inference_pb2
 
@@ -106,7 +106,7 @@ class AnswerReader:
     def finish_reason(self) -> str:
         """Return OpenAI's reason of the end: stop, length or tool_calls."""
         assert self._end is not None, "only what has ended has a reason"
-        reason = OPENAI[end_of_reason(self._end.finish_reason)] or "stop"
+        reason = openai_reason(self._end)
         called = self._reader is not None and self._reader.has_calls
         return "tool_calls" if called and reason == "stop" else reason
 
@@ -134,10 +134,6 @@ class AnswerReader:
         return [*deltas, {"tool_calls": calls}]
 
     def _ended(self, ended: inference_pb2.Ended, stop: str) -> None:
-        end = end_of_reason(ended.finish_reason)
-        if end is End.CANCELLED:
-            raise Cancelled(f"request {ended.request_id} was cancelled")
-        if OPENAI[end] is None:
-            raise LapsSdError(ended.error or "the request failed")
+        openai_reason(ended)  # raises if it failed
         self._end = ended
-        self.stop = stop if end is End.STOP_SEQUENCE else ""
+        self.stop = stop if end_of_reason(ended.finish_reason) is End.STOP_SEQUENCE else ""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.api.ends import OPENAI
+from gateway.api.ends import OPENAI, openai_reason
 from gateway.api.openai.body import Json
 from gateway.api.openai.echo import echo_of
 from gateway.api.openai.errors import error_json
@@ -19,7 +19,7 @@ from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
-from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import end_of_reason
 from laps_sd.v1 import inference_pb2
 
@@ -122,11 +122,7 @@ class Reply:
             kept.texts.append(piece.text)
 
     def _add_end(self, choice: int, ended: inference_pb2.Ended) -> None:
-        end = end_of_reason(ended.finish_reason)
-        if end is End.CANCELLED:
-            raise Cancelled(f"request {ended.request_id} was cancelled")
-        if OPENAI[end] is None:
-            raise LapsSdError(ended.error or "the request failed")
+        openai_reason(ended)  # raises if it failed
         self._choices[choice].end = ended
         for each in self._choices:  # the end changes the usage that they show
             each.around_text = None
@@ -271,7 +267,7 @@ class Reply:
         assert choice.end is not None, "only what has ended has a reason"
         if self._parsed.echo_only:
             return OPENAI[End.LENGTH]
-        reason = OPENAI[end_of_reason(choice.end.finish_reason)]
+        reason = openai_reason(choice.end)
         called = choice.reader is not None and choice.reader.has_calls
         return "tool_calls" if called and reason == "stop" else reason
 
