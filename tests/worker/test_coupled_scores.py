@@ -7,9 +7,9 @@ import torch
 
 from worker_svc.engine.interface import Sampling
 from worker_svc.engine.sampling import counter
-from worker_svc.engine.sampling.noise import Noise
+from worker_svc.engine.sampling.noise import Noise, weyl_of
 from worker_svc.engine.sampling.sampling import choose_tokens, rows_for
-from worker_svc.engine.vllm.coupled_scores import coupled_scores, signed64, weyl_of
+from worker_svc.engine.vllm.coupled_scores import coupled_scores, signed64
 
 VOCAB = 1024
 KINDS = (

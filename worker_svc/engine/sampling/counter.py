@@ -28,6 +28,8 @@ M64 = 2**64 - 1
 M32 = 2**32 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 WEYL = 0x9E3779B1  # odd: id -> id * WEYL is one to one modulo 2**32
+MIX64_A = 0xBF58476D1CE4E5B9
+MIX64_B = 0x94D049BB133111EB
 MIX_A = 0x7FEB352D
 MIX_B = 0x846CA68B
 V_MAX = 1.0 - 2.0**-24
@@ -36,8 +38,8 @@ V_MAX = 1.0 - 2.0**-24
 def mix64(x: int) -> int:
     """Return splitmix64's output function of one unsigned 64-bit integer."""
     x = (x + GOLDEN) & M64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & M64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & M64
+    x = ((x ^ (x >> 30)) * MIX64_A) & M64
+    x = ((x ^ (x >> 27)) * MIX64_B) & M64
     return x ^ (x >> 31)
 
 

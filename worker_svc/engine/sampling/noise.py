@@ -24,14 +24,18 @@ _MIX_A = signed32(counter.MIX_A)
 _MIX_B = signed32(counter.MIX_B)
 
 
+def weyl_of(vocab_size: int, device: torch.device | str) -> torch.Tensor:
+    """Return id * WEYL modulo 2**32 of each token id, int32 [vocab]."""
+    weyl = (torch.arange(vocab_size, dtype=torch.int64) * counter.WEYL) & counter.M32
+    # Two's complement: the upper half of the unsigned range becomes the negative half.
+    return torch.where(weyl >= 2**31, weyl - 2**32, weyl).to(torch.int32).to(device)
+
+
 class Noise:
     """The generator for one vocabulary on one device."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        ids = torch.arange(vocab_size, dtype=torch.int64)
-        weyl = (ids * counter.WEYL) & counter.M32
-        # Two's complement: the upper half of the unsigned range becomes the negative half.
-        self._weyl = torch.where(weyl >= 2**31, weyl - 2**32, weyl).to(torch.int32).to(device)  # [vocab]
+        self._weyl = weyl_of(vocab_size, device)
 
     @property
     def vocab_size(self) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from worker_svc.engine.vllm.coupled_scores import coupled_scores, signed64, weyl_of
+from worker_svc.engine.sampling.noise import weyl_of
+from worker_svc.engine.vllm.coupled_scores import coupled_scores, signed64
 
 __all__ = ["PATH", "CoupledNoise"]
 

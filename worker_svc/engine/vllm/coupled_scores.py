@@ -13,7 +13,7 @@ from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import signed32
 from worker_svc.engine.sampling.truncation import kept_of_all
 
-__all__ = ["coupled_scores", "signed64", "weyl_of"]
+__all__ = ["coupled_scores", "signed64"]
 
 
 def signed64(x: int) -> int:
@@ -22,14 +22,8 @@ def signed64(x: int) -> int:
 
 
 _GOLDEN = signed64(counter.GOLDEN)
-_A, _B = signed64(0xBF58476D1CE4E5B9), signed64(0x94D049BB133111EB)
+_MIX64_A, _MIX64_B = signed64(counter.MIX64_A), signed64(counter.MIX64_B)
 _MIX_A, _MIX_B = signed32(counter.MIX_A), signed32(counter.MIX_B)
-
-
-def weyl_of(vocab_size: int, device: torch.device | str) -> torch.Tensor:
-    """Return id * WEYL modulo 2**32 of each token id, int32 [vocab]."""
-    weyl = (torch.arange(vocab_size, dtype=torch.int64) * counter.WEYL) & counter.M32
-    return torch.where(weyl >= 2**31, weyl - 2**32, weyl).to(torch.int32).to(device)
 
 
 def coupled_scores(
@@ -78,8 +72,8 @@ def _gumbel(seeds: torch.Tensor, positions: torch.Tensor, weyl: torch.Tensor) ->
 def _mix64(x: torch.Tensor) -> torch.Tensor:
     """Return `counter.mix64` of int64 numbers; their arithmetic is modulo 2**64."""
     x = x + _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _A
-    x = (x ^ _shifted(x, 27)) * _B
+    x = (x ^ _shifted(x, 30)) * _MIX64_A
+    x = (x ^ _shifted(x, 27)) * _MIX64_B
     return x ^ _shifted(x, 31)
 
 
