@@ -460,18 +460,19 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
         raise ValueError(
             f"committed_ids holds {len(spec.committed_ids)} tokens, max_tokens allows {spec.max_tokens}: nothing is left to do"
         )
-    if len(spec.prompt_ids) + spec.max_tokens > capacity.max_length:
+    context = len(spec.prompt_ids) + spec.max_tokens
+    if context > capacity.max_length:
         raise ValueError(
             f"max_tokens: {len(spec.prompt_ids)} prompt tokens and {spec.max_tokens} output tokens exceed the longest context of "
             f"{capacity.max_length}"
         )
     # One more than the context: a draft never goes beyond max_tokens, so the last round needs no room for a
     # whole draft.
+    needed = blocks_needed(context, 1 + capacity.lookahead, capacity.block_size)
     for pool, blocks in (("target", capacity.target_blocks), ("draft", capacity.draft_blocks)):
-        context = len(spec.prompt_ids) + spec.max_tokens
-        if blocks and blocks_needed(context, 1 + capacity.lookahead, capacity.block_size) > blocks:
+        if blocks and needed > blocks:
             raise ValueError(
-                f"max_tokens: {len(spec.prompt_ids) + spec.max_tokens} tokens do not fit the {pool} KV pool of {blocks} blocks of "
+                f"max_tokens: {context} tokens do not fit the {pool} KV pool of {blocks} blocks of "
                 f"{capacity.block_size}"
             )
     _check_sampling(spec.sampling)
