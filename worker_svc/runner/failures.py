@@ -105,10 +105,10 @@ class GuardedRounds:
     def _fail_alone(self, run: tuple[str, ...], error: Exception) -> None:
         """End the requests of a round that raise alone. Raises if all of them do: the engine has failed."""
         log.warning("a round failed", requests=len(run), exc_info=error)
-        halves = [run[: len(run) // 2], run[len(run) // 2 :]] if len(run) > 1 else [run]
+        halves = [run[: len(run) // 2], run[len(run) // 2 :]] if len(run) > 1 else []
         guilty: dict[str, Exception] = {run[0]: error} if len(run) == 1 else {}
         innocent = 0
-        while halves and len(run) > 1:
+        while halves:
             part = halves.pop()
             try:
                 self._report_part(self._engine.round(part))
