@@ -72,10 +72,10 @@ class _Coupling:
         self._look_at(parts)
         adjusted = self._adjusted(logits, parts)
         finite = adjusted.amax(-1).isfinite().tolist()
-        settings = [(part.known, n) for part in parts for n in range(part.rows)]
-        chosen = self._choose(
-            adjusted, [(known.spec.sampling, len(known.output) + n) for known, n in settings]
-        ).tolist()
+        rows = [
+            (part.known.spec.sampling, len(part.known.output) + n) for part in parts for n in range(part.rows)
+        ]
+        chosen = self._choose(adjusted, rows).tolist()
         result = torch.full((len(parts), max(part.rows for part in parts)), _REFUSED, dtype=torch.int32)
         self._next = []
         for at, (known, first, draft) in enumerate(parts):
