@@ -1,4 +1,4 @@
-"""Options of a request, the request made of them, and its answer: shared by `generate` and `chat`."""
+"""Options of a request, and the request made of them: shared by `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -191,26 +191,3 @@ def models(client: Client, name: str) -> list[pb.Model]:
 def has_template(client: Client, name: str) -> bool:
     """Return whether a model of that name takes chat messages."""
     return any(model.has_chat_template for model in models(client, name))
-
-
-class Answer:
-    """The messages of a request as they arrive. After acceptance, a lost connection is repaired."""
-
-    def __init__(self, client: Client, request: pb.GenerateRequest, *, timeout: float | None) -> None:
-        """Prepare the call. Nothing is sent before the first message is read."""
-        self._events = client.send(request, timeout_s=timeout)
-
-    def __iter__(self) -> Iterator[pb.GenerateEvent]:
-        """Yield the messages. Raise LapsSdError if the call fails."""
-        for event in self._events:
-            match event:
-                case pb.Accepted():
-                    yield pb.GenerateEvent(accepted=event)
-                case pb.Delta():
-                    yield pb.GenerateEvent(delta=event)
-                case pb.Ended():
-                    yield pb.GenerateEvent(end=event)
-
-    def cancel(self) -> None:
-        """Cancel the request, unless it has ended."""
-        self._events.close()

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from laps_sd.cli import ask, dial, generate
+from laps_sd.client import Stream
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -68,7 +69,7 @@ def chat(
                 f"The model {models[0].name!r} has no chat template: `laps-sd generate --raw` takes plain text."
             )
         talk = Conversation(
-            lambda request: ask.Answer(client, request, timeout=timeout),
+            lambda request: client.send(request, timeout_s=timeout),
             template,
             stats=stats,
         )
@@ -130,7 +131,7 @@ class Conversation:
 
     def __init__(
         self,
-        stream: Callable[[pb.GenerateRequest], ask.Answer],
+        stream: Callable[[pb.GenerateRequest], Stream],
         template: pb.GenerateRequest,
         *,
         stats: bool = False,
@@ -160,18 +161,18 @@ class Conversation:
         ended: pb.Ended | None = None
         try:
             for event in events:
-                match event.WhichOneof("event"):
-                    case "delta":
-                        answer.append(event.delta.text)
-                        sys.stdout.write(event.delta.text)
+                match event:
+                    case pb.Delta():
+                        answer.append(event.text)
+                        sys.stdout.write(event.text)
                         sys.stdout.flush()
-                    case "end":
-                        ended = event.end
+                    case pb.Ended():
+                        ended = event
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
         finally:
-            events.cancel()
+            events.close()
             if answer or ended is not None:
                 print(flush=True)
         failed = ended is not None and ended.finish_reason == pb.FINISH_REASON_ERROR

@@ -11,6 +11,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from laps_sd.cli import ask, dial
+from laps_sd.client import Event
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -82,12 +83,12 @@ def generate(
         chat = not raw and ask.has_template(client, model)
         with ask.only_utf8():
             put_prompt(request, text, system=system, chat=chat)
-        events = ask.Answer(client, request, timeout=timeout)
+        events = client.send(request, timeout_s=timeout)
         try:
             with dial.within(timeout):
                 ended = print_json(events) if as_json else print_text(events)
         finally:
-            events.cancel()
+            events.close()
     if ended is None or ended.finish_reason == pb.FINISH_REASON_ERROR:
         raise typer.Exit(1)
 
@@ -104,20 +105,20 @@ def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: st
     request.messages.messages.add(role="user", content=text)
 
 
-def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) -> pb.Ended | None:
+def print_text(events: Iterable[Event], out: TextIO | None = None) -> pb.Ended | None:
     """Print the text on stdout as it arrives and the summary on stderr. Return the end, if there was one."""
     out = out or sys.stdout
     ended: pb.Ended | None = None
     begun = False
     try:
         for event in events:
-            match event.WhichOneof("event"):
-                case "delta":
-                    out.write(event.delta.text)
+            match event:
+                case pb.Delta():
+                    out.write(event.text)
                     out.flush()
                     begun = True
-                case "end":
-                    ended = event.end
+                case pb.Ended():
+                    ended = event
     finally:
         if begun or ended is not None:
             out.write("\n")
@@ -127,14 +128,21 @@ def print_text(events: Iterable[pb.GenerateEvent], out: TextIO | None = None) ->
     return ended
 
 
-def print_json(events: Iterable[pb.GenerateEvent]) -> pb.Ended | None:
+def print_json(events: Iterable[Event]) -> pb.Ended | None:
     """Print each message as a line of JSON. Return the end, if there was one."""
     ended: pb.Ended | None = None
     for event in events:
-        if event.WhichOneof("event") == "end":
-            ended = event.end
+        match event:
+            case pb.Accepted():
+                message = pb.GenerateEvent(accepted=event)
+            case pb.Delta():
+                message = pb.GenerateEvent(delta=event)
+            case pb.Ended():
+                message = pb.GenerateEvent(end=event)
+                ended = event
         print(
-            json.dumps(MessageToDict(event, preserving_proto_field_name=True), ensure_ascii=False), flush=True
+            json.dumps(MessageToDict(message, preserving_proto_field_name=True), ensure_ascii=False),
+            flush=True,
         )
     return ended
 
@@ -163,4 +171,4 @@ def demo(
     request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
     with dial.client(address, api_key=api_key) as client:
         put_prompt(request, prompt, chat=ask.has_template(client, model))
-        return print_text(ask.Answer(client, request, timeout=DEMO_TIMEOUT_S))
+        return print_text(client.send(request, timeout_s=DEMO_TIMEOUT_S))
