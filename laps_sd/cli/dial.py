@@ -130,10 +130,9 @@ def shards(given: Sequence[str]) -> list[str]:
     """
     if given:
         return list(given)
-    one = _only_running("--scheduler", lambda one: ",".join(_first_shard(one)))
-    return (
-        [SCHEDULER] if one is None else [",".join(seeds) for seeds in one.schedulers.values()] or [SCHEDULER]
-    )
+    one = _only_running("--scheduler", _first_shard)
+    every = [] if one is None else [",".join(seeds) for seeds in one.schedulers.values()]
+    return every or [SCHEDULER]
 
 
 def schedulers(given: str | None) -> str:
@@ -142,16 +141,16 @@ def schedulers(given: str | None) -> str:
     """
     if given is not None:
         return given
-    one = _only_running("--scheduler", lambda one: ",".join(_first_shard(one)))
+    one = _only_running("--scheduler", _first_shard)
     if one is None:
         return SCHEDULER
     if len(one.schedulers) > 1:
-        shards = "; ".join(f"{shard}: {','.join(seeds)}" for shard, seeds in one.schedulers.items())
+        every = "; ".join(f"{shard}: {','.join(seeds)}" for shard, seeds in one.schedulers.items())
         print(
-            f"laps-sd: this is the first of several shards; --scheduler names another: {shards}",
+            f"laps-sd: this is the first of several shards; --scheduler names another: {every}",
             file=sys.stderr,
         )
-    return ",".join(_first_shard(one))
+    return _first_shard(one)
 
 
 def record() -> str | None:
@@ -160,8 +159,8 @@ def record() -> str | None:
     return one.redis or None if one is not None else None
 
 
-def _first_shard(one: Running) -> list[str]:
-    return next(iter(one.schedulers.values()), [SCHEDULER])
+def _first_shard(one: Running) -> str:
+    return ",".join(next(iter(one.schedulers.values()), [SCHEDULER]))
 
 
 def _only_running(flag: str, address: Callable[[Running], str]) -> Running | None:
@@ -204,13 +203,9 @@ def client(
         yield made
 
 
-@contextmanager
-def channel(
-    url: str, ca: Path | None = None, tls: Tls | None = None, name: str = ""
-) -> Iterator[grpc.Channel]:
-    """Open a channel; the arguments are those of `endpoint`."""
-    with _channel(url, tls or Tls(ca=ca), name) as made:
-        yield made
+def channel(url: str, ca: Path | None = None, *, name: str = "") -> grpc.Channel:
+    """Open a channel to a gateway; `name`: see TlsNameOption."""
+    return _channel(url, Tls(ca=ca), name)
 
 
 def _channel(url: str, tls: Tls, name: str = "") -> grpc.Channel:
@@ -307,15 +302,15 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     sentence = _sentence(error)
     if notes := getattr(error, "__notes__", ()):
         return f"{sentence}. {' '.join(notes)}"
-    said = sentence.lower()
-    if "handshake" in said or "ssl_error" in said:
+    words = sentence.lower()
+    if "handshake" in words or "ssl_error" in words:
         return (
             f"the TLS handshake at the address failed ({sentence}). Leave out grpcs:// if the server speaks "
             "plain text; --tls-ca names the CA of a private certificate."
         )
-    if "failed parsing http/2" in said:
+    if "failed parsing http/2" in words:
         return f"the server at the address does not speak gRPC ({sentence}). Is it an HTTP or metrics port?"
-    if "failed to connect" in said:
+    if "failed to connect" in words:
         return (
             f"no server answers at the address ({sentence}). Is the system running? `laps-sd up` starts it."
         )
