@@ -10,7 +10,15 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["SUPPORTED", "UNTESTED_VARIABLE", "VersionError", "check_names", "check_version"]
+__all__ = [
+    "SUPPORTED",
+    "UNTESTED_VARIABLE",
+    "VersionError",
+    "check_names",
+    "check_version",
+    "refuse_missing",
+    "unset_attributes",
+]
 
 SUPPORTED = ("0.32", "0.33")
 UNTESTED_VARIABLE = "LAPS_SD_VLLM_UNTESTED"
@@ -34,9 +42,22 @@ def check_names(scheduler: type, request: type, output: type, version: str) -> N
     """Raise VersionError with all names that are missing in this vLLM's Scheduler, Request and
     SchedulerOutput.
     """
-    missing = list(_missing(scheduler, request, output))
+    refuse_missing(_missing(scheduler, request, output), version)
+
+
+def refuse_missing(names: Iterable[str], version: str) -> None:
+    """Raise VersionError with the names of vLLM that are used and missing, if there are any."""
+    missing = ", ".join(names)
     if missing:
-        raise VersionError(f"vLLM {version} has changed what LAPS-SD uses: {', '.join(missing)}")
+        raise VersionError(f"vLLM {version} has changed what LAPS-SD uses: {missing}")
+
+
+def unset_attributes(owner: type, title: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield the names that a class assigns nowhere: they exist only on its instances."""
+    source = inspect.getsource(owner)
+    for name in names:
+        if f"self.{name} =" not in source and f"self.{name}:" not in source:
+            yield f"{title}.{name}"
 
 
 def _missing(scheduler: type, request: type, output: type) -> Iterator[str]:
@@ -46,9 +67,8 @@ def _missing(scheduler: type, request: type, output: type) -> Iterator[str]:
     preempt = getattr(scheduler, "_preempt_request", None)
     if preempt is None or list(inspect.signature(preempt).parameters)[:3] != ["self", "request", "timestamp"]:
         yield "Scheduler._preempt_request(request, timestamp)"
-    source = inspect.getsource(scheduler)
-    yield from _unset(source, "Scheduler", _SCHEDULER_ATTRIBUTES)
-    yield from _unset(inspect.getsource(request), "Request", _REQUEST_ATTRIBUTES)
+    yield from unset_attributes(scheduler, "Scheduler", _SCHEDULER_ATTRIBUTES)
+    yield from unset_attributes(request, "Request", _REQUEST_ATTRIBUTES)
     fields = getattr(output, "__dataclass_fields__", {})
     yield from (f"SchedulerOutput.{name}" for name in _OUTPUT_FIELDS if name not in fields)
 
@@ -89,10 +109,3 @@ _OUTPUT_FIELDS = (
     "num_scheduled_tokens",
     "scheduled_spec_decode_tokens",
 )
-
-
-def _unset(source: str, title: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names that a class assigns nowhere: they exist only on its instances."""
-    for name in names:
-        if f"self.{name} =" not in source and f"self.{name}:" not in source:
-            yield f"{title}.{name}"

@@ -19,7 +19,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend, Guidance
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from laps_vllm.versions import VersionError
+from laps_vllm.versions import refuse_missing, unset_attributes
 
 __all__ = ["check_engine_names"]
 
@@ -58,9 +58,7 @@ _OF_THE_FIRST_RUNNER = (
 
 def check_engine_names(version: str, *, first_runner: bool) -> None:
     """Raise VersionError with all names that this vLLM lacks, those that `coupling` replaces only if used."""
-    missing = list(_missing(first_runner))
-    if missing:
-        raise VersionError(f"vLLM {version} has changed what LAPS-SD uses: {', '.join(missing)}")
+    refuse_missing(_missing(first_runner), version)
 
 
 def _missing(first_runner: bool) -> Iterator[str]:
@@ -69,10 +67,7 @@ def _missing(first_runner: bool) -> Iterator[str]:
         if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
             yield f"{owner.__name__}.{name}({', '.join(parameters[1:])})"
     for owner, attributes in _ATTRIBUTES:
-        source = inspect.getsource(owner)
-        for name in attributes:
-            if f"self.{name} =" not in source and f"self.{name}:" not in source:
-                yield f"{owner.__name__}.{name}"
+        yield from unset_attributes(owner, owner.__name__, attributes)
     if "_grammar" not in StructuredOutputRequest.__dataclass_fields__:
         yield "StructuredOutputRequest._grammar"
     for name in ("ll_matcher", "ll_tokenizer", "vocab_size", "terminated", "rollback_lag"):
