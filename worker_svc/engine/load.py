@@ -24,7 +24,7 @@ from worker_svc.engine.models.load import (
     load_packed,
 )
 from worker_svc.engine.models.model import PackedModel
-from worker_svc.engine.models.tokenizer import Tokenizer, load_tokenizer
+from worker_svc.engine.models.tokenizer import load_tokenizer
 from worker_svc.engine.options import EngineOptions, LoadOptions
 from worker_svc.engine.quantisation.linear import VERSION as QUANTISATION_VERSION
 from worker_svc.engine.sampling.formats import Formats
@@ -68,17 +68,21 @@ def load_engine(
         )
     draft = None
     tokenizer = load_tokenizer(target_path)
+    eos_ids = end_of_sequence_ids(target.model)
     if draft_path is not None:
         # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
         draft = _model(draft_path, "draft", device, options, deterministic=False)
         check_vocabularies(target_path, target, draft_path, draft)
+    formats = None  # they need a tokenizer
+    if tokenizer is not None:
+        formats = Formats(target_path / "tokenizer.json", target.shape.vocab_size, eos_ids)
     engine = SpeculativeEngine(
         target,
         draft,
         _engine_options(options, target, draft),
         tokenizer=tokenizer,
-        eos_ids=end_of_sequence_ids(target.model),
-        formats=_formats(target_path, target, tokenizer),
+        eos_ids=eos_ids,
+        formats=formats,
         probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options),
     )
@@ -205,14 +209,6 @@ def _probe(target_path: Path, target: PackedModel) -> LengthProbe | None:
         )
         return None
     return LengthProbe(fingerprint(target_path), target.shape.layers // 2, target.hidden_size)
-
-
-def _formats(target_path: Path, target: PackedModel, tokenizer: Tokenizer | None) -> Formats | None:
-    """Return the compiler of output formats, which needs a tokenizer."""
-    if tokenizer is None:
-        return None
-    ends = end_of_sequence_ids(target.model)
-    return Formats(target_path / "tokenizer.json", target.shape.vocab_size, ends)
 
 
 def _fingerprint(target: Path, draft: Path | None, options: LoadOptions) -> str:
