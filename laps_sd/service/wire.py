@@ -74,13 +74,13 @@ def server_options(
     ]
 
 
-def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, int]]:
     """Return the options for `grpc.aio.insecure_channel`.
 
     Reconnects start after 0.1 s and back off to 2 s.
     """
     return [
-        *_common_options(max_message_bytes),
+        *_common_options(MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Also bounds one attempt to connect, its TLS handshake included.
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
@@ -203,11 +203,9 @@ async def denial(call: Any) -> str:
     return str(await call.details())
 
 
-def make_channel(
-    address: str, tls: Tls | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
-) -> grpc.aio.Channel:
+def make_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel to `host:port`."""
-    options = channel_options(max_message_bytes)
+    options = channel_options()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(
