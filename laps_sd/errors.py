@@ -20,6 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 __all__ = [
     "DETAILS_KEY",
+    "STATUS_CODES",
     "AlreadyExists",
     "Cancelled",
     "DeadlineExceeded",

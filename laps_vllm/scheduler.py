@@ -40,7 +40,7 @@ from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler as Core
 from scheduler_svc.core.settings import CoreSettings
 
-__all__ = ["LapsAsyncScheduler", "LapsScheduler", "LapsSyncScheduler"]
+__all__ = ["Laps", "LapsAsyncScheduler", "LapsScheduler", "LapsSyncScheduler"]
 
 logger = init_logger("vllm.laps_sd")
 

@@ -14,7 +14,7 @@ from typing import cast
 
 from gateway import metrics
 
-__all__ = ["HttpConnections"]
+__all__ = ["HEADERS_S", "HttpConnections"]
 
 HEADERS_S = 10.0
 """Longest time, in seconds, from the beginning of a connection, or from the first bytes after an answer, to

@@ -9,7 +9,7 @@ from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["StreamMetrics"]
+__all__ = ["CLIENT_DISCONNECTED", "StreamMetrics"]
 
 CLIENT_DISCONNECTED = "client_disconnected"
 """Why a stream ended that has no other recorded reason."""

@@ -37,6 +37,7 @@ from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = [
     "ROLES",
+    "SpeculationMode",
     "check_ids",
     "check_model",
     "check_prompt_logprobs",

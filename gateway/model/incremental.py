@@ -10,7 +10,7 @@ import re
 from collections.abc import Generator
 from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Incremental", "Step"]
+__all__ = ["BLANKS", "Incremental", "Step"]
 
 T = TypeVar("T")
 Event = TypeVar("Event")

@@ -24,7 +24,14 @@ from gateway.model.tool_calls.described import Message, described, flattened
 from laps_sd.service import model_dir
 from laps_sd.v1.inference_pb2 import SamplingParams
 
-__all__ = ["ChatTemplate", "ModelFiles", "ModelFilesError", "TemplateRefused", "load_model"]
+__all__ = [
+    "THREAD_FROM_CHARACTERS",
+    "ChatTemplate",
+    "ModelFiles",
+    "ModelFilesError",
+    "TemplateRefused",
+    "load_model",
+]
 
 THREAD_FROM_CHARACTERS = 4096  # a shorter text is tokenized faster than it is passed to a thread
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from laps_sd.cli import dial
 
-__all__ = ["show", "watch"]
+__all__ = ["EVERY_S", "show", "watch"]
 
 EVERY_S = 1.0
 

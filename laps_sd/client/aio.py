@@ -49,7 +49,7 @@ from laps_sd.v1.inference_pb2_grpc import InferenceStub
 if TYPE_CHECKING:
     from laps_sd.v1.inference_pb2_grpc import InferenceAsyncStub
 
-__all__ = ["AsyncClient", "AsyncStream"]
+__all__ = ["RECONNECT_S", "RETRY_S", "AsyncClient", "AsyncStream"]
 
 RECONNECT_S = 30.0
 RETRY_S = 5.0

@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 from laps_sd.service.variables import KNOWN
 
 __all__ = [
+    "LENGTH_KEY_HELP",
     "PREFIX",
     "ConfigError",
     "Origin",
@@ -45,9 +46,17 @@ __all__ = [
     "Settings",
     "environment",
     "field",
+    "field_types",
+    "flag",
     "load",
     "provenance",
+    "shown",
+    "titles",
+    "unit",
     "unknown",
+    "unknown_sentences",
+    "variable",
+    "without_none",
     "without_password",
 ]
 
@@ -170,6 +179,7 @@ def _bound_problems(f: dataclasses.Field[Any], value: Any) -> Iterator[str]:
 
 
 def field_types(cls: type[Settings]) -> dict[str, Any]:
+    """Return the types of the fields of a class of settings, by name."""
     return typing.get_type_hints(cls)
 
 

@@ -36,7 +36,7 @@ from laps_sd.service.config import (
     without_none,
 )
 
-__all__ = ["GroupedCommand", "command_line", "options", "with_version"]
+__all__ = ["GroupedCommand", "VersionOption", "command_line", "options", "print_version", "with_version"]
 
 
 def print_version(wanted: bool) -> None:

@@ -30,7 +30,7 @@ from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, Resou
 from laps_sd.service.fields import check_fields
 from laps_sd.service.log import get_logger
 
-__all__ = ["Authorize", "CallGuard"]
+__all__ = ["MAX_OPEN_MESSAGE_BYTES", "OPEN_METHODS", "Authorize", "CallGuard"]
 
 log = get_logger(__name__)
 

@@ -10,7 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LONGEST_DEFAULT_TOKENS", "POSITIONS", "context_tokens", "demo_target_dir", "served_name"]
+__all__ = [
+    "LONGEST_DEFAULT_TOKENS",
+    "POSITIONS",
+    "context_tokens",
+    "demo_target_dir",
+    "served_name",
+    "stored_dtype",
+]
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 """Names of a model's context limit in config.json: transformers' own, and those that the attribute maps of its

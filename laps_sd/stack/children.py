@@ -17,7 +17,7 @@ from pathlib import Path
 
 from laps_sd.errors import StartupError
 
-__all__ = ["Child", "ChildDied"]
+__all__ = ["MAX_LOG_BYTES", "Child", "ChildDied"]
 
 LOG_LINES = 15
 """Lines of a log that are shown when its process dies."""

@@ -64,6 +64,7 @@ __all__ = [
     "NO_CHANGES",
     "CacheChanges",
     "Capacity",
+    "ComputedBy",
     "DeviceFailed",
     "Drafter",
     "Engine",

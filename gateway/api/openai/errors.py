@@ -10,7 +10,7 @@ import grpc
 from gateway.api.openai.body import Json
 from laps_sd.errors import InvalidArgument, LapsSdError, ResourceExhausted, Unavailable
 
-__all__ = ["error_json", "http_status", "openai_body", "retry_headers"]
+__all__ = ["error_json", "http_status", "openai_body", "retry_headers", "with_format_field"]
 
 FIELD_NAMES = (
     ("sampling.", ""),

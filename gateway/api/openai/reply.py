@@ -23,7 +23,7 @@ from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import end_of_reason
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["DONE", "Reply", "model_json", "models_json", "sse"]
+__all__ = ["COMPACT", "DONE", "Reply", "model_json", "models_json", "sse"]
 
 DONE = b"data: [DONE]\n\n"
 

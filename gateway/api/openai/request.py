@@ -31,7 +31,7 @@ from gateway.api.openai.unknown_fields import OnUnknown, refuse
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Kind", "ParsedRequest", "put_messages", "read_chat", "read_completion"]
+__all__ = ["IGNORED_FIELDS", "Kind", "ParsedRequest", "put_messages", "read_chat", "read_completion"]
 
 Kind = Literal["chat", "text"]
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from gateway.model.incremental import BLANKS, Incremental, Step
 
-__all__ = ["Arguments", "Broken", "Call", "Done", "Event", "Text", "ToolReader"]
+__all__ = ["MAX_WORD_CHARACTERS", "Arguments", "Broken", "Call", "Done", "Event", "Text", "ToolReader"]
 
 
 @dataclass(frozen=True, slots=True)

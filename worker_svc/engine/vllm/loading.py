@@ -34,7 +34,7 @@ from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.engine.vllm.parameters import Chooser, Rules
 from worker_svc.engine.vllm.scheduler import round_scheduler
 
-__all__ = ["load_core", "load_engine", "models_in_words"]
+__all__ = ["load_core", "load_engine", "models_in_words", "rules_for"]
 
 CPU_MEMORY_BYTES = 2**30
 """KV on a CPU unless a size is set: vLLM would take a share of all the memory of the machine."""
