@@ -36,8 +36,8 @@ class LearntFile:
         """Return the priors of the file and a sentence about them; new priors if there are none to read.
         `predictor` returns the predictor of lengths, before it has learnt: what was learnt for another one is not used.
         """
-        priors, told = self._read(predictor)
-        return priors or Priors(predictor()), told
+        priors, sentence = self._read(predictor)
+        return priors or Priors(predictor()), sentence
 
     def _read(self, predictor: Callable[[], PromptLengths]) -> tuple[Priors | None, str]:
         try:

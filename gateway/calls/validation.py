@@ -135,14 +135,14 @@ def check_whole_answer(submits: Sequence[gateway_link_pb2.Submit], most_bytes: i
     """Raise InvalidArgument if these outputs together may be larger than an answer in one message can be."""
     tokens = size = 0
     for submit in submits:
-        asked = submit.specification
-        most_tokens = sampling_of(asked).max_tokens
+        spec = submit.specification
+        most_tokens = sampling_of(spec).max_tokens
         tokens += most_tokens
         size += most_tokens * TOKEN_BYTES
-        if asked.HasField("logprobs"):
-            size += most_tokens * LOGPROB_BYTES * (1 + asked.logprobs)
-        if asked.HasField("prompt_logprobs"):
-            size += LOGPROB_BYTES * prompt_logprobs_in_all(len(asked.prompt_ids), asked.prompt_logprobs)
+        if spec.HasField("logprobs"):
+            size += most_tokens * LOGPROB_BYTES * (1 + spec.logprobs)
+        if spec.HasField("prompt_logprobs"):
+            size += LOGPROB_BYTES * prompt_logprobs_in_all(len(spec.prompt_ids), spec.prompt_logprobs)
     if size > most_bytes:
         raise InvalidArgument(
             "sampling.max_tokens",

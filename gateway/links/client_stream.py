@@ -60,7 +60,7 @@ class ClientStream:
     end: link_pb2.RequestEnd | None = None
     next_token: int = 0  # index of the first token that has not arrived
     attach_id: int = 0  # id of the unanswered Attach; 0: none
-    asked_at: float = 0.0
+    attach_sent_at: float = 0.0
     retry_at: float | None = None
     lost_since: float | None = None  # time since which the scheduler has not known the request
     received: array[int] = field(

@@ -133,7 +133,7 @@ class Streams:
         """Return the messages that are due to be sent again. Call it about once a second while the link is
         up."""
         for stream in list(self._attaches.values()):
-            if now - stream.asked_at >= ASK_AGAIN_S:
+            if now - stream.attach_sent_at >= ASK_AGAIN_S:
                 stream.retry_at = now
                 self._retries.add(stream)
         due = [stream for stream in self._retries if stream.retry_at is not None and stream.retry_at <= now]
@@ -337,7 +337,7 @@ class Streams:
         self._no_retry(stream)
         self._attaches.pop(stream.attach_id, None)
         stream.attach_id = self.new_id()
-        stream.asked_at = now
+        stream.attach_sent_at = now
         self._attaches[stream.attach_id] = stream
         return stream.attachment()
 

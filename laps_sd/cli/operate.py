@@ -98,15 +98,15 @@ def _requests(count: int) -> str:
 
 def _why_ahead(e: pb.Explanation) -> str:
     """Return what puts them there; empty if it is only the order in the next line."""
-    told = {
+    reasons = {
         "of higher priority": e.ahead_by_priority,
         "of tenants that had less": e.ahead_by_tenant,
         "at lower levels": e.ahead_by_level,
     }
-    if not any(told.values()):
+    if not any(reasons.values()):
         return ""
-    told["sooner by its order"] = max(0, e.ahead - sum(told.values()))
-    return ": " + ", ".join(f"{count} {why}" for why, count in told.items() if count)
+    reasons["sooner by its order"] = max(0, e.ahead - sum(reasons.values()))
+    return ": " + ", ".join(f"{count} {why}" for why, count in reasons.items() if count)
 
 
 WatchOption = Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")]

@@ -142,7 +142,7 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
 
 
 def make_tokenize_request(prompt: str | Sequence[Fields]) -> TokenizeRequest:
-    """Return the message that asks for the token ids of a text or of chat messages."""
+    """Return the message that requests the token ids of a text or of chat messages."""
     made = make_request(prompt)
     if isinstance(prompt, str):
         return TokenizeRequest(text=made.text)

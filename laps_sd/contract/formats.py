@@ -25,7 +25,7 @@ The bound is enough to indent, and keeps an output from filling the rest of max_
 """
 ONE_LINE = {"whitespace_pattern": " "}
 """Whitespace in JSON on one line, as models write calls of tools: one blank at most."""
-MAX_SAID = 200
+MAX_REASON_CHARACTERS = 200
 """Most characters of an error about a format: it may quote the whole format, and headers carry the status."""
 
 # All of these limits are our choice.
@@ -71,24 +71,24 @@ def matcher_of(kind: str, wanted: Any, tokenizer: Any) -> Any:
     try:
         matcher = LLMatcher(tokenizer, _grammar(kind, wanted), log_level=0, limits=limits)
     except (ValueError, TypeError, ArithmeticError) as error:  # valid JSON here, invalid for the library
-        said = str(error)
+        reason = str(error)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the panic of Rust, not an Exception
             raise
-        said = FAILS
+        reason = FAILS
     else:
         if not matcher.is_error():
             return matcher
-        said = matcher.get_error()
-        if said.startswith("panic:"):
-            said = FAILS
-    raise ValueError(f"cannot be used: {first_line(said)}")
+        reason = matcher.get_error()
+        if reason.startswith("panic:"):
+            reason = FAILS
+    raise ValueError(f"cannot be used: {first_line(reason)}")
 
 
-def first_line(said: str) -> str:
+def first_line(reason: str) -> str:
     """Return the first line of an error of llguidance, as part of a sentence."""
-    lines = said.strip().splitlines()
-    return lines[0][:MAX_SAID].rstrip(".") if lines else "it is not valid"
+    lines = reason.strip().splitlines()
+    return lines[0][:MAX_REASON_CHARACTERS].rstrip(".") if lines else "it is not valid"
 
 
 def _grammar(kind: str, wanted: Any) -> str:

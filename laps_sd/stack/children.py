@@ -41,8 +41,8 @@ class ChildDied(StartupError):
         self.name = child.name
         self.returncode = child.returncode
         tail = child.log_tail()
-        said = f" Its log ends:\n{tail}" if tail else " Its log is empty."
-        super().__init__(f"{child.name} {child.how_it_ended} {while_what}.{said}")
+        log_end = f" Its log ends:\n{tail}" if tail else " Its log is empty."
+        super().__init__(f"{child.name} {child.how_it_ended} {while_what}.{log_end}")
 
 
 class Child:

@@ -298,8 +298,8 @@ async def test_workers_and_requests_are_shown_explained_and_cancelled(stack: Loc
 
         requests(app).choose((0, begun[0]))
         await pilot.press("e")
-        await until(pilot, lambda: "arrived" in written(app, "#told"), "the timeline is shown")
-        assert written(app, "#told").startswith(begun[0])
+        await until(pilot, lambda: "arrived" in written(app, "#story"), "the timeline is shown")
+        assert written(app, "#story").startswith(begun[0])
 
         await pilot.press("c")
         assert begun[0] in str(app.screen.query_one(".dialog", Static).content)
@@ -308,7 +308,7 @@ async def test_workers_and_requests_are_shown_explained_and_cancelled(stack: Loc
 
         await pilot.press("c", "y")
         await until(pilot, lambda: begun[0] not in ids(app), "the cancelled request has left the queue")
-        await until(pilot, lambda: "ended, cancelled" in written(app, "#told"), "its end is shown")
+        await until(pilot, lambda: "ended, cancelled" in written(app, "#story"), "its end is shown")
         assert set(ids(app)) <= set(begun[1:]), "no other one ended by that key"
 
 

@@ -116,15 +116,15 @@ def _models(
 def _engine(
     target: PackedModel,
     draft: PackedModel | None,
-    asked: LoadOptions,
+    given: LoadOptions,
     options: EngineOptions,
     computed_by: ComputedBy,
 ) -> str:
     words = str(target.device)
     if computed_by.threads:
         words += f", {computed_by.threads} thread{'s' * (computed_by.threads > 1)}"
-        if asked.cores:
-            words += f" on cores {', '.join(map(str, asked.cores))}"
+        if given.cores:
+            words += f" on cores {', '.join(map(str, given.cores))}"
     words += f", {computed_by.dtype}; {target.path_in_words}"
     if draft is not None and draft.path_in_words != target.path_in_words:
         words += f"; the draft: {draft.path_in_words}"

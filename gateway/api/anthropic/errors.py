@@ -23,8 +23,8 @@ TYPES = {
 
 def anthropic_error(error: LapsSdError) -> Json:
     """Return an error in Anthropic's shape."""
-    said = error_json(error)["error"]
-    return anthropic_body(TYPES.get(http_status(error), "api_error"), said["message"], said["param"])
+    fields = error_json(error)["error"]
+    return anthropic_body(TYPES.get(http_status(error), "api_error"), fields["message"], fields["param"])
 
 
 def anthropic_body(kind: str, message: str, param: str | None) -> Json:

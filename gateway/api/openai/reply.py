@@ -307,7 +307,7 @@ class Reply:
         if not self._has_logprobs:
             return None
         choice = self._choices[index]
-        told, choice.logprobs = choice.logprobs, []
+        unsent, choice.logprobs = choice.logprobs, []
         if self._chat:
             return {
                 "content": [
@@ -315,20 +315,20 @@ class Reply:
                         **self._token(token, one.logprob, known=not one.unknown),
                         "top_logprobs": [self._token(each.token_id, each.logprob) for each in one.top],
                     }
-                    for token, one in told
+                    for token, one in unsent
                 ]
             }
         before = self._logprobs_of_prompt(index)
         if choice.text is None:
             choice.text = self._text_decoder()
         offsets = []
-        for token, _ in told:
+        for token, _ in unsent:
             offsets.append(choice.characters)
             choice.characters += len(choice.text.feed([token]))
         of_output: Json = {
-            "tokens": [self._name(token, "bytes:") for token, _ in told],
-            "token_logprobs": [None if one.unknown else one.logprob for _, one in told],
-            "top_logprobs": [self._top_logprobs(token, one) for token, one in told],
+            "tokens": [self._name(token, "bytes:") for token, _ in unsent],
+            "token_logprobs": [None if one.unknown else one.logprob for _, one in unsent],
+            "top_logprobs": [self._top_logprobs(token, one) for token, one in unsent],
             "text_offset": offsets,
         }
         return {name: before[name] + values for name, values in of_output.items()} if before else of_output

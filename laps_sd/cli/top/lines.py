@@ -179,11 +179,11 @@ def summary(readings: Sequence[Reading]) -> list[str]:
             depths += [0] * (level + 1 - len(depths))
             depths[level] += depth
     if depths:  # policies without levels have one
-        told = "  ".join(f"{at}: {depth}" for at, depth in enumerate(depths) if depth)
-        lines.append(f"waiting by level  {told or 'none'}")
+        text = "  ".join(f"{at}: {depth}" for at, depth in enumerate(depths) if depth)
+        lines.append(f"waiting by level  {text or 'none'}")
     if len(readings) == 1 and (errors := readings[0].shard.estimate_errors):
-        told = "  ".join(f"{one.moment} {one.median_ratio:.2g} ({one.p90_ratio:.2g})" for one in errors)
-        lines.append(f"actual/estimated time (p90)  {told}")
+        text = "  ".join(f"{one.moment} {one.median_ratio:.2g} ({one.p90_ratio:.2g})" for one in errors)
+        lines.append(f"actual/estimated time (p90)  {text}")
     return lines
 
 

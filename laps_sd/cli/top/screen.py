@@ -1,4 +1,4 @@
-"""The application behind `laps-sd top`: reads each shard once a second and draws what changed."""
+"""The application of `laps-sd top`: reads each shard once a second and draws what changed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Top(App[None]):
         self._shards = [_Shard(source) for source in sources]
         self._every_s = every_s
         self._explained: Key | None = None
-        self._said = ""
+        self._notice = ""
         """Result of the last action, until the next key."""
 
     def compose(self) -> ComposeResult:
@@ -98,7 +98,7 @@ class Top(App[None]):
         yield Table(lines.WORKERS, name="workers")
         yield Table(lines.REQUESTS, name="requests")
         with VerticalScroll(id="explanation"):
-            yield Static(id="told", markup=False)
+            yield Static(id="story", markup=False)
         yield Input(id="filter", placeholder="filter: words, or column:word", compact=True)
         yield Static(id="status", markup=False)
         yield Static(KEYS, id="keys", markup=False)
@@ -106,7 +106,7 @@ class Top(App[None]):
     def on_mount(self) -> None:
         """Begin to read."""
         self.theme = "ansi-dark"
-        self._summary, self._told = self.query_one("#summary", Static), self.query_one("#told", Static)
+        self._summary, self._story = self.query_one("#summary", Static), self.query_one("#story", Static)
         self._status, self._filter = self.query_one("#status", Static), self.query_one("#filter", Input)
         self._worker_table, self._request_table = (
             self.query_one("#workers", Table),
@@ -161,7 +161,7 @@ class Top(App[None]):
         else:
             text = "\n".join(map(lines.plain, explanation_lines(explanation)))
         if self._explained == (at, request_id):
-            self._write(self._told, text)
+            self._write(self._story, text)
 
     # Draw.
 
@@ -188,37 +188,39 @@ class Top(App[None]):
         self._request_table.hidden = frozenset(hidden)
 
     def _draw_status(self) -> None:
-        said = [self._said] if self._said else []
+        parts = [self._notice] if self._notice else []
         for shard in self._shards:
             if shard.error:
                 since = time.strftime("%H:%M:%S", time.localtime(shard.failing_since_s))
-                said.append(f"no answer from {shard.source.seeds} since {since}, trying again: {shard.error}")
+                parts.append(
+                    f"no answer from {shard.source.seeds} since {since}, trying again: {shard.error}"
+                )
             elif shard.reading is not None and shard.reading.queue.HasField("record_outage"):
-                said.append(outage_sentence(shard.reading.queue.record_outage))
+                parts.append(outage_sentence(shard.reading.queue.record_outage))
         shown, total = (
             len(self._request_table.rows),
             sum(shard.reading.queue.total for shard in self._shards if shard.reading is not None),
         )
         if shown < total:
             of = f", filter: {self._request_table.filter}" if self._request_table.filter else ""
-            said.append(f"{shown} of {total} requests shown{of}")
-        self._write(self._status, lines.plain(" · ".join(said)))
+            parts.append(f"{shown} of {total} requests shown{of}")
+        self._write(self._status, lines.plain(" · ".join(parts)))
 
     def _write(self, place: Static, text: str) -> None:
         if self._texts.get(place) != text:
             self._texts[place] = text
             place.update(text)
 
-    def _say(self, text: str) -> None:
-        self._said = text
+    def _show_notice(self, text: str) -> None:
+        self._notice = text
         self._draw_status()
 
     # Keys.
 
     def on_key(self) -> None:
         """Remove the result of the last action."""
-        if self._said:
-            self._say("")
+        if self._notice:
+            self._show_notice("")
 
     @property
     def _table(self) -> Table:
@@ -265,7 +267,7 @@ class Top(App[None]):
         if row is None:
             return
         self._explained = row.key
-        self._write(self._told, f"{row.cells[1]} …")
+        self._write(self._story, f"{row.cells[1]} …")
         self.query_one("#explanation").add_class("shown")
         self._worker_table.display = self.size.height >= ROOM_FOR_ALL
         self.run_worker(self._explain_again())
@@ -306,9 +308,9 @@ class Top(App[None]):
 
     async def _act(self, act: Callable[[], str]) -> None:
         try:
-            self._say(await asyncio.to_thread(act))
+            self._show_notice(await asyncio.to_thread(act))
         except (grpc.RpcError, ValueError) as error:
-            self._say(dial.with_next_step(error) if isinstance(error, grpc.RpcError) else str(error))
+            self._show_notice(dial.with_next_step(error) if isinstance(error, grpc.RpcError) else str(error))
 
     def action_help(self) -> None:
         """Show the keys."""

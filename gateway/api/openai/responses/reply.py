@@ -57,8 +57,8 @@ class ResponsesReply(GrowingReply):
 
     def failure(self, error: LapsSdError) -> bytes:
         """Return the event of a failure."""
-        said = error_json(error)["error"]
-        return self._event("error", code=said["code"], message=said["message"], param=said["param"])
+        fields = error_json(error)["error"]
+        return self._event("error", code=fields["code"], message=fields["message"], param=fields["param"])
 
     # ---- items
 
