@@ -398,16 +398,16 @@ def _published(console: Console, stack: LocalStack) -> Iterator[bool]:
 
 def own_command() -> str:
     """Return how the user can call this program from the current directory."""
-    beside = Path(sys.executable).parent / "laps-sd"
+    script = Path(sys.executable).parent / "laps-sd"
     found = shutil.which("laps-sd")
-    if found is not None and Path(found).parent.resolve() == beside.parent.resolve():
+    if found is not None and Path(found).parent.resolve() == script.parent.resolve():
         return "laps-sd"
-    program = beside if beside.is_file() else Path(sys.executable)
+    program = script if script.is_file() else Path(sys.executable)
     with contextlib.suppress(ValueError):
         program = program.relative_to(Path.cwd())
     # A name without a slash would be looked for in PATH.
     text = str(program) if program.is_absolute() or len(program.parts) > 1 else f"./{program}"
-    return shlex.quote(text) + ("" if beside.is_file() else " -m laps_sd")
+    return shlex.quote(text) + ("" if script.is_file() else " -m laps_sd")
 
 
 def _reporter(console: Console, status: Status) -> Progress:

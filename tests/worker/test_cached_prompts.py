@@ -137,7 +137,7 @@ def test_a_start_that_broke_is_reported_as_lost(pair: tuple[Path, Path], device:
     replica = Replica(engine)
     finish_all(engine, [spec("first", prompt_of(1, 2))])
     assert len(replica.follow()) == 2
-    engine._pair.pools[0].zero_what_is_not_finite()  # type: ignore[attr-defined]
+    engine._pair.pools[0].zero_nonfinite()  # type: ignore[attr-defined]
 
     assert replica.follow() == set()
 
@@ -147,7 +147,7 @@ def test_a_block_of_which_a_part_broke_is_not_reported(pair: tuple[Path, Path], 
     replica = Replica(engine)
     engine.add(spec("first", prompt_of(tail=40), max_tokens=60))
     engine.round(["first"])
-    engine._pair.pools[0].zero_what_is_not_finite()  # type: ignore[attr-defined]
+    engine._pair.pools[0].zero_nonfinite()  # type: ignore[attr-defined]
     while engine.round(["first"]).requests[0].finish is None:
         pass
 

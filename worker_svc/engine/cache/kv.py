@@ -193,7 +193,7 @@ class KVPool:
         """Return True if all valid entries of a sequence are finite."""
         return bool(self._storage[:, table.rows(self.device)[: table.length]].isfinite().all())
 
-    def zero_what_is_not_finite(self) -> None:
+    def zero_nonfinite(self) -> None:
         """Zero all non-finite entries: no slice of any sequence may read them again."""
         self._storage.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.allocator.forget_names()  # a name may belong to entries that were not finite

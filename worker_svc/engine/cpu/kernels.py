@@ -127,21 +127,21 @@ class Product:
         if not isinstance(weight, Quantised):
             dtype = weight.dtype
         self.half = dtype == torch.bfloat16
-        behind = self.columns - self.outputs
+        padding = self.columns - self.outputs
         quantised = (0, 0, 0)
         if isinstance(weight, Quantised):
             self._weight = blocks(weight)
             quantised = (weight.bits, weight.group, int(weight.offsets is not None))
         else:
             in_word = PAIR if self.half else 1  # neighbours of `in` that lie together
-            if behind:
-                weight = pad(weight, (0, 0, 0, behind))
+            if padding:
+                weight = pad(weight, (0, 0, 0, padding))
             panels = weight.detach().reshape(self.columns // PANEL, PANEL, self.width // in_word, in_word)
             if in_place and weight.is_contiguous() and weight.data_ptr() % ALIGNED == 0:
                 self._weight = _relaid(panels)
             else:
                 self._weight = panels.transpose(1, 2).contiguous()
-        self._bias = None if bias is None else pad(bias.float(), (0, behind)).contiguous()
+        self._bias = None if bias is None else pad(bias.float(), (0, padding)).contiguous()
         # A matrix of kernels.h, as numbers and in memory.
         self.matrix = (
             self._weight.data_ptr(), _at(self._bias), self.columns, self.width, KINDS[dtype], *quantised,

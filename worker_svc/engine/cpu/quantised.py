@@ -160,11 +160,11 @@ def blocks(weight: Quantised) -> torch.Tensor:
 
 def _blocks(weight: Quantised) -> torch.Tensor:
     outputs, width = weight.shape
-    behind = -outputs % PANEL
-    panels, groups = (outputs + behind) // PANEL, width // weight.group
-    numbers = pad(weight.numbers, (0, 0, 0, behind)).view(panels, PANEL, groups, weight.group)
+    padding = -outputs % PANEL
+    panels, groups = (outputs + padding) // PANEL, width // weight.group
+    numbers = pad(weight.numbers, (0, 0, 0, padding)).view(panels, PANEL, groups, weight.group)
     headers = [
-        pad(values, (0, 0, 0, behind)).view(panels, PANEL, groups).transpose(1, 2).contiguous()
+        pad(values, (0, 0, 0, padding)).view(panels, PANEL, groups).transpose(1, 2).contiguous()
         for values in (weight.scales, weight.offsets)
         if values is not None
     ]

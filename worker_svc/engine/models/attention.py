@@ -39,18 +39,18 @@ def attend(
 
 
 def attend_rows(
-    query: torch.Tensor, pool: KVPool, layer: int, plan: Plan, scale: float, behind: int
+    query: torch.Tensor, pool: KVPool, layer: int, plan: Plan, scale: float, extra: int
 ) -> torch.Tensor:
     """Return the attention of all rows to the pool's entries, [total, heads, size] like `query`.
 
-    `behind`: after each row's query heads, `behind` times `size` numbers follow in memory, and may be read as
+    `extra`: heads that follow each row's query heads in memory (its keys and values), and may be read as
     spare query rows.
     """
     if plan.pieces is not None:
         return kernels.attend(query, pool.layers[layer], plan.pieces, scale)
     keys, values = pool.keys[layer], pool.values[layer]  # [pool rows, key/value heads, size]
     reach = plan.reach_of_layer[layer]
-    parts = [_attend_segment(query, keys, values, segment, reach, scale, behind) for segment in plan.segments]
+    parts = [_attend_segment(query, keys, values, segment, reach, scale, extra) for segment in plan.segments]
     if plan.padding:
         parts.append(query.new_zeros((plan.padding, *query.shape[1:])))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -63,7 +63,7 @@ def _attend_segment(
     segment: Segment,
     reach: int,
     scale: float,
-    behind: int,
+    extra: int,
 ) -> torch.Tensor:
     """Return the attention of one segment: [pieces * count, heads, size]."""
     heads, size = query.shape[1:]
@@ -81,7 +81,7 @@ def _attend_segment(
             q, k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1), attn_mask=mask, scale=scale
         )
         return out[:, :, :count].permute(2, 1, 0, 3).reshape(count, heads, size)
-    if count == 1 and 0 < spare <= behind:
+    if count == 1 and 0 < spare <= extra:
         # The numbers after a group's heads, those of the next group or any other, serve as spare rows without
         # a copy.
         q = q.as_strided(

@@ -156,9 +156,9 @@ class Adjustments:
                 continue
             step = row - member.first
             if member.counted >= 0:
-                behind = range(step + 1, member.count)
-                at_rows.extend(member.counted + j for j in behind)
-                of_tokens.extend([at] * len(behind))
+                later = range(step + 1, member.count)
+                at_rows.extend(member.counted + j for j in later)
+                of_tokens.extend([at] * len(later))
             if row in self._tails and step + 1 < member.count:
                 assert member.restrictions is not None
                 host = tokens.tolist() if host is None else host

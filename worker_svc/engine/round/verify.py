@@ -138,7 +138,7 @@ class Verification:
 
     def _clean_pools(self) -> None:
         for pool in self.pair.pools:
-            pool.zero_what_is_not_finite()
+            pool.zero_nonfinite()
 
 
 def _fill_in(
