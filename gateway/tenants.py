@@ -249,9 +249,8 @@ class Tenants:
                     raise InvalidArgument(
                         key, f"must be at most {MAX_TENANT_CHARACTERS} characters, got {len(tenant)}"
                     )
-                if (
-                    not tenant.isprintable()
-                ):  # also refuses lone surrogates, which represent bytes that are not text
+                # Lone surrogates, which represent bytes that are not text, are not printable either.
+                if not tenant.isprintable():
                     raise InvalidArgument(key, "must hold printable characters only")
                 if "," in tenant:  # a proxy joins several headers of one name with commas, see `_once`
                     raise InvalidArgument(key, "must be one name, without a comma")

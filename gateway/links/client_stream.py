@@ -49,9 +49,8 @@ class ClientStream:
     attachment_id: str
     tenant: str
     request_id: str
-    submit: (
-        link_pb2.Submit | None
-    )  # None: attached to a request of another call, whose submission is unknown here
+    submit: link_pb2.Submit | None
+    """None: attached to a request of another call, whose submission is unknown here."""
     deadline: float | None  # deadline of the client's call, in the caller's clock
     state: StreamState
     acceptance: Accepted | None = None
@@ -63,9 +62,8 @@ class ClientStream:
     attach_sent_at: float = 0.0
     retry_at: float | None = None
     lost_since: float | None = None  # time since which the scheduler has not known the request
-    received: array[int] = field(
-        default_factory=lambda: array("I")
-    )  # all tokens, if the request may have to be restored
+    received: array[int] = field(default_factory=lambda: array("I"))
+    """All tokens, if the request may have to be restored."""
     waiting: Batch = field(default_factory=lambda: Batch(0))
     has_news: bool = False  # something waits for the call
     on_news: Callable[[], object] = lambda: None  # called when `has_news` becomes true; must not raise

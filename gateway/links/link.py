@@ -53,9 +53,8 @@ from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
 log = get_logger(__name__)
 
-# About 3 s: a change of leader.
 PATIENCE_ROUNDS = 8
-"""Failed rounds of dialling before a warning."""
+"""Failed rounds of dialling before a warning: about 3 s, which a change of leader takes."""
 EXPLAIN_PAUSE_S = 0.1
 
 

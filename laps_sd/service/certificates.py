@@ -96,9 +96,8 @@ class ServedCertificate:
                 state = self._stat()
                 if state != self._state:
                     files = self._read()
-                    if (
-                        self._stat() == state
-                    ):  # otherwise they changed during the read: the next call reads them again
+                    # Otherwise they changed during the read: the next call reads them again.
+                    if self._stat() == state:
                         self._state, self._files, self._problem = state, files, ""
                         log.info(
                             "certificate renewed", cert=str(self._cert), expires_in_s=_left_s(files.cert)

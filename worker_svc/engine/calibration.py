@@ -19,10 +19,8 @@ from worker_svc.engine.round.prefill_time import token_costs
 
 TURNS = 8  # measurements of a size, if time allows: the first are slower than any later one
 SHORT = 64  # tokens of the contexts of most measurements. Our choice
-CHUNK, FAR = (
-    64,
-    1024,
-)  # tokens of a chunk that is measured at the beginning of a context, and after this number of them. Our choice
+# Tokens of a chunk that is measured at the beginning of a context, and after this number of them. Our choice.
+CHUNK, FAR = 64, 1024
 # Draft steps of one row each that are measured together, where they are one call. Our choice.
 STEPS_IN_A_CALL = 4
 # Seconds of a round, and of each of its rows, besides the forward, before they were measured.

@@ -86,9 +86,8 @@ class _Fake:
     draft: list[int] = field(default_factory=list)
     named: int = 0  # blocks at the start whose contents have a name
     noted: int = 0  # prompt blocks at the start that are noted as cached
-    found: list[int] = field(
-        default_factory=list
-    )  # cached blocks that begin its context, while a round is planned
+    # Cached blocks that begin its context, while a round is planned.
+    found: list[int] = field(default_factory=list)
     reused: int = 0  # tokens of those that it has taken, until they are reported
     finished: bool = False
 

@@ -205,9 +205,8 @@ class LayerWeights(NamedTuple):
 class Restrictions(NamedTuple):
     """What restricts the choice at choice rows, as in `truncation.kept`."""
 
-    top_k: (
-        torch.Tensor
-    )  # int64 [choice rows, 1], or [1, 1] for all; 1 .. MOST_TOP_K, or the vocabulary or more
+    # int64 [choice rows, 1], or [1, 1] for all; 1 .. MOST_TOP_K, or the vocabulary or more.
+    top_k: torch.Tensor
     top_p: torch.Tensor  # float32, the same
     log_min_p: torch.Tensor
     keys: array[int]  # of the noise of each choice row, "Q"

@@ -16,12 +16,8 @@ PANEL = 32  # outputs of a product whose weights lie together; of kernels.h
 LINE = 64  # bytes; of kernels.h
 GROUP_GRAIN, MOST_GROUP = 32, 256  # groups are multiples of the first, and not larger than the second
 LARGEST = {8: 127, 4: 7}  # number by bits; the least is its negative, and -8
-SHRINKS = (
-    1.0,
-    0.93,
-    0.86,
-    0.79,
-)  # of the range that numbers of 4 bits cover: the one with the least squared error
+# Shares of the range that numbers of 4 bits cover; the one with the least squared error is taken.
+SHRINKS = (1.0, 0.93, 0.86, 0.79)
 WEIGHTS_AT_ONCE = 2**17  # that are in single precision at a time: their copies stay in the cache
 
 

@@ -32,9 +32,8 @@ FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 # Bytes from which on an embedding with the weights of the output layer is not kept: a row of that layer's layout
 # takes microseconds to collect, which is much for a small model. Our choice.
 TIED_FROM_BYTES = 2**24
-STATIC_ROPES = frozenset(
-    {"default", "linear", "llama3", "yarn"}
-)  # angles are a function of the position alone
+# Kinds of rotary embedding whose angles are a function of the position alone.
+STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def _product(
@@ -91,9 +90,8 @@ class _Norm:
     def __init__(self, norm: nn.Module) -> None:
         self.epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
         self._torch_weight: torch.Tensor = norm.weight  # type: ignore[assignment]
-        self.weight: torch.Tensor | None = (
-            self._torch_weight.float()
-        )  # None: it is part of the following product
+        # None: it is part of the following product.
+        self.weight: torch.Tensor | None = self._torch_weight.float()
         self._least = torch.tensor(self.epsilon, dtype=torch.float32)
         self._share = 1 / self._torch_weight.numel()
 
@@ -250,9 +248,8 @@ class LeanModel:
                 heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
             )  # fmt: skip
             return
-        turns = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())[
-            :, None
-        ]  # [max_length, 1, half]
+        turns = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+        turns = turns[:, None]  # [max_length, 1, half]
         still = torch.ones_like(turns)
         # Values go through the same multiplication, by one, so that keys and values are written to the pool
         # together.

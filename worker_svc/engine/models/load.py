@@ -48,9 +48,8 @@ def load_packed(
             model, info = read_model(directory, dtype=dtype, trust_remote_code=trust_remote_code)
     except ModelError as error:
         raise ModelError(f"the {role} model in {directory} {error}") from error
-    except (
-        Exception
-    ) as error:  # transformers, safetensors and json raise a dozen kinds; each means "cannot be loaded"
+    # transformers, safetensors and json raise a dozen kinds; each means "cannot be loaded".
+    except Exception as error:
         raise ModelError(f"the {role} model in {directory} cannot be loaded: {first_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
