@@ -44,6 +44,7 @@ from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
 from worker_svc.link.lists import AssignedList
+from worker_svc.link.measured_cost import MeasuredCost
 from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
 from worker_svc.link.replies import acknowledged_number, runner_messages
@@ -105,7 +106,7 @@ class SchedulerLink:
         self._lists = AssignedList()
         self._on_greeted = on_greeted
         self._on_drain_ordered = on_drain_ordered
-        self._cost = metrics.MeasuredCost()
+        self._cost = MeasuredCost()
         self._traces = RoundTraces(tracing, self.worker_id)
 
         self._loop = asyncio.get_running_loop()

@@ -27,7 +27,7 @@ from worker_svc.engine.interface import (
     Sampling,
     Specification,
 )
-from worker_svc.metrics import MeasuredCost
+from worker_svc.link.measured_cost import MeasuredCost
 from worker_svc.runner.messages import HeldNow, HeldRequest, Listed, Round
 from worker_svc.settings import WorkerSettings
 

@@ -9,7 +9,8 @@ import pytest
 
 from laps_sd.service.config import ConfigError, load
 from worker_svc.engine.interface import RequestRound, RoundResult
-from worker_svc.metrics import ACCEPTED_BY, CACHED, DRAFTED_BY, PREFILLED, MeasuredCost, observe
+from worker_svc.link.measured_cost import MeasuredCost
+from worker_svc.metrics import ACCEPTED_BY, CACHED, DRAFTED_BY, PREFILLED, observe
 from worker_svc.runner.messages import Round
 from worker_svc.settings import WorkerSettings
 from worker_svc.vllm_arguments import arguments_of
