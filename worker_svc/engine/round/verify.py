@@ -84,18 +84,10 @@ class Verification:
             logits = logits[: len(logits) - len(prompt_rows)]
             for request in add_prompt_logprobs(of_prompts, scored):
                 request.problem = NOT_FINITE
-        count = len(choice_rows)
         if guesses is None and kernels.choose_of(logits):
-            # The choices of rows that are chosen for apart mean nothing, but whether their logits are finite
-            # does.
-            picked = kernels.choose(logits, choice_rows + [0] * len(watched), choices.for_kernels)
-            finite = min(picked) >= 0
-            if choices.apart:
-                apart = [at for at, row in enumerate(choice_rows) if row in choices.apart]
-                own = choices.choose(logits[apart], [choice_rows[at] for at in apart]).tolist()
-                for at, token in zip(apart, own, strict=True):
-                    picked[at] = token
+            picked, finite = _choose_by_kernels(logits, choice_rows, choices)
         else:
+            count = len(choice_rows)
             sound = logits.sum(-1, dtype=torch.float32).isfinite().long()
             chosen_ids = choices.choose(logits[:count], choice_rows)
             parts = [chosen_ids, sound] if guesses is None else [chosen_ids, sound, guesses]
@@ -139,6 +131,22 @@ class Verification:
     def _clean_pools(self) -> None:
         for pool in self.pair.pools:
             pool.zero_nonfinite()
+
+
+def _choose_by_kernels(
+    logits: torch.Tensor, choice_rows: list[int], choices: Choices
+) -> tuple[list[int], bool]:
+    """Return the choices at `logits` [choice rows and others, vocab], and whether all of them are finite."""
+    # The choices of rows that are chosen for apart mean nothing, but whether their logits are finite does.
+    others = len(logits) - len(choice_rows)
+    picked = kernels.choose(logits, choice_rows + [0] * others, choices.for_kernels)
+    finite = min(picked) >= 0
+    if choices.apart:
+        apart = [at for at, row in enumerate(choice_rows) if row in choices.apart]
+        own = choices.choose(logits[apart], [choice_rows[at] for at in apart]).tolist()
+        for at, token in zip(apart, own, strict=True):
+            picked[at] = token
+    return picked, finite
 
 
 def _fill_in(
