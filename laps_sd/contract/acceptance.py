@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 
@@ -13,6 +14,18 @@ def mean_acceptance_length(accepted: int, drafts: int) -> float:
     the result is 1: the target's token alone.
     """
     return 1.0 + accepted / drafts if drafts else 1.0
+
+
+def accepted_of(draft_tokens: Sequence[int], chosen: Sequence[int]) -> int:
+    """Return the number of leading draft tokens that the target chose too.
+
+    It is less than the number of choices, of which the one after the accepted tokens becomes output too.
+    """
+    limit = min(len(draft_tokens), len(chosen) - 1)
+    accepted = 0
+    while accepted < limit and draft_tokens[accepted] == chosen[accepted]:
+        accepted += 1
+    return accepted
 
 
 @cache

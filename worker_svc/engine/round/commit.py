@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from laps_sd.contract.acceptance import by_position
+from laps_sd.contract.acceptance import accepted_of, by_position
 from laps_sd.contract.ends import End
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.draft_lengths.outlook import OutputLengths
@@ -13,18 +13,6 @@ from worker_svc.engine.pair import ModelPair
 from worker_svc.engine.round.prefill import Prefill
 from worker_svc.engine.round.request import RoundRequest
 from worker_svc.engine.sampling.stopping import Cut, cut
-
-
-def accepted_of(draft_tokens: SequenceOf[int], chosen: SequenceOf[int]) -> int:
-    """Return the number of leading draft tokens that the target chose too.
-
-    It is less than the number of choices, of which the one after the accepted tokens becomes output too.
-    """
-    limit = min(len(draft_tokens), len(chosen) - 1)
-    accepted = 0
-    while accepted < limit and draft_tokens[accepted] == chosen[accepted]:
-        accepted += 1
-    return accepted
 
 
 class Commit:

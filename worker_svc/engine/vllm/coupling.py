@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.outputs import SamplerOutput
 
+from laps_sd.contract.acceptance import accepted_of
 from worker_svc.engine.interface import Sampling, TokenLogprobs
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import Noise
@@ -79,9 +80,7 @@ class _Coupling:
         result = torch.full((len(parts), max(part.rows for part in parts)), _REFUSED, dtype=torch.int32)
         self._next = []
         for at, (known, first, draft) in enumerate(parts):
-            accepted = 0
-            while accepted < len(draft) and draft[accepted] == chosen[first + accepted]:
-                accepted += 1
+            accepted = accepted_of(draft, chosen[first : first + len(draft) + 1])
             block = chosen[first : first + accepted + 1]
             result[at, : len(block)] = torch.tensor(block, dtype=torch.int32)
             self._next.append((known.spec.sampling, len(known.output) + len(block)))
