@@ -34,7 +34,8 @@ class LearntFile:
 
     def load(self, predictor: Callable[[], PromptLengths] = PromptLengths) -> tuple[Priors, str]:
         """Return the priors of the file and a sentence about them; new priors if there are none to read.
-        `predictor` returns the predictor of lengths, before it has learnt: what was learnt for another one is not used.
+        `predictor` returns the predictor of lengths, before it has learnt: what was learnt for another one is
+        not used.
         """
         priors, sentence = self._read(predictor)
         return priors or Priors(predictor()), sentence

@@ -100,8 +100,8 @@ class OneWorker:
         self._unfinished.add(facts.request_id)
 
     def ended(self, request_id: str, end: End) -> None:
-        """Take in an end that no step brought: a cancellation, a stop string. The core learns from an end of the request's
-        own."""
+        """Take in an end that no step brought: a cancellation, a stop string. The core learns from an end of
+        the request's own."""
         self._report()
         self._events.append(EndRequested(request_id, end, ""))
         self._epochs.pop(request_id, None)
@@ -216,7 +216,8 @@ class OneWorker:
         return spare >= (self._report_steps + 1) * self.facts.slots * self._blocks_per_step
 
     def ran_instead(self, run: Sequence[str]) -> None:
-        """Take in that the engine runs these requests, and not those of the newest choice: some cannot run together."""
+        """Take in that the engine runs these requests, and not those of the newest choice: some cannot run
+        together."""
         now = frozenset(run)
         self.paused += len(self._ran_before & (self.ran - now)) - len(self._ran_before & (now - self.ran))
         self.ran = now

@@ -2,8 +2,10 @@
 
 Nothing of vLLM's `schedule` is copied. Before it runs, requests that pause are taken out of `running`, and of
 the waiting ones it sees only those that `select` named; afterwards they are put back. This uses five names of
-vLLM's scheduler (`running`, `waiting`, `schedule`, `_preempt_request`, `update_from_output`), its queue of requests that
-wait with KV (`kv_holding_waiting`: loaded by a connector, or further input of a session), counters of `Request` and of the block pool, and the limits of a step; `laps_vllm.versions` checks them at start.
+vLLM's scheduler (`running`, `waiting`, `schedule`, `_preempt_request`, `update_from_output`), its queue of
+requests that wait with KV (`kv_holding_waiting`: loaded by a connector, or further input of a session),
+counters of `Request` and of the block pool, and the limits of a step; `laps_vllm.versions` checks them at
+start.
 
 vLLM itself may leave a running request out of a step: it only iterates `running`, and blocks are freed only
 by a preemption and at the end. `max_num_seqs` bounds the resident requests (running and paused), and
@@ -23,7 +25,8 @@ from vllm.v1.request import Request, RequestStatus
 __all__ = ["RUNNING", "Pausing", "Row", "Window", "schedules_ahead"]
 
 RUNNING = RequestStatus.RUNNING
-"""Looked up once: Python 3.11 calls a function for each member of an enum, which counts for each request of each step."""
+"""Looked up once: Python 3.11 calls a function for each member of an enum, which counts for each request of
+each step."""
 
 
 def schedules_ahead(*args: Any, **kwargs: Any) -> bool:
@@ -305,7 +308,8 @@ class Pausing:
 
         Otherwise vLLM preempts the worst request of the step itself.
         """
-        # Those that wait with KV may join any step that has a place, and a session keeps its place in the model runner.
+        # Those that wait with KV may join any step that has a place, and a session keeps its place in the
+        # model runner.
         residents = len(self.running) + len(admitted) + len(self.kv_holding_waiting)
         most = self.max_num_running_reqs
         if residents <= most and self.surely_fits(chosen):

@@ -150,8 +150,9 @@ class PromptWords:
 
 
 def special_ids(tokenizer: Tokenizer) -> Iterator[int]:
-    """Yield the ids of all special tokens. In the tokenizers of transformers `all_special_ids` are only those that have
-    a role of their own, such as the end of the text. Added tokens that name a role count too (DeepSeek's are not special).
+    """Yield the ids of all special tokens. In the tokenizers of transformers `all_special_ids` are only those
+    that have a role of their own, such as the end of the text. Added tokens that name a role count too
+    (DeepSeek's are not special).
     """
     yield from tokenizer.all_special_ids
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():

@@ -167,8 +167,8 @@ class Laps(Pausing):
         )
 
     def _length_features(self, request: Request) -> bytes:
-        """Return what the length of the output is predicted from; empty for a prompt of embeddings, which has no tokens,
-        and if predictions are switched off.
+        """Return what the length of the output is predicted from; empty for a prompt of embeddings, which has
+        no tokens, and if predictions are switched off.
         """
         ids = request.prompt_token_ids
         if not ids or self._features is None:
@@ -346,8 +346,9 @@ def _step(row: Row) -> Step:
 
 
 def _end_of(request: Request, status: RequestStatus) -> End:
-    """Return the end of a request that the API server ended. It searches the text for stop strings, and aborts the request at
-    one: an abort of a request that has stop strings and output counts as that, though now and then a client left."""
+    """Return the end of a request that the API server ended. It searches the text for stop strings, and
+    aborts the request at one: an abort of a request that has stop strings and output counts as that, though
+    now and then a client left."""
     params = request.sampling_params
     if (
         status is RequestStatus.FINISHED_ABORTED

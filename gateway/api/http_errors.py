@@ -47,7 +47,8 @@ def refusal_response(error: LapsSdError, path: str) -> web.Response:
 
 
 def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str = "") -> web.Response:
-    """Return an error of aiohttp (unknown path, wrong method, body too large …) in the shape of the API of the path."""
+    """Return an error of aiohttp (unknown path, wrong method, body too large …) in the shape of the API of
+    the path."""
     message = error.text or HTTPStatus(error.status).phrase
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods - {"HEAD"}))

@@ -10,16 +10,16 @@ __all__ = ["BadWords"]
 
 
 class BadWords:
-    """The bad words of the requests of one call as token sequences. Equal lists are tokenized once: that takes up to a tenth
-    of a second, and a call may have a thousand outputs."""
+    """The bad words of the requests of one call as token sequences. Equal lists are tokenized once: that
+    takes up to a tenth of a second, and a call may have a thousand outputs."""
 
     def __init__(self, model: ModelFiles) -> None:
         self._model = model
         self._found: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     def sequences_of(self, words: Iterable[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of each word, as it is and after a blank, each once. A sequence that ends in another one
-        is left out, since it cannot be completed without it."""
+        """Return the token ids of each word, as it is and after a blank, each once. A sequence that ends in
+        another one is left out, since it cannot be completed without it."""
         key = tuple(words)
         if key not in self._found:
             self._found[key] = _sequences_of(key, self._model)

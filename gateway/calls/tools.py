@@ -65,7 +65,8 @@ def schemas_of(chat: Chat) -> dict[str, Schema]:
 
 
 def is_single(chat: Chat, dialect: Dialect) -> bool:
-    """Return whether an answer has one call at most: because the request or the chat template has no place for more."""
+    """Return whether an answer has one call at most: because the request or the chat template has no place
+    for more."""
     return chat.tool_choice.single or dialect.single_call
 
 
@@ -228,8 +229,8 @@ def output_format_of(
     own format after reasoning or as an alternative to calls. None: its own format is enough. Raises
     InvalidArgument for tools that are too long for a format, or that the model's form of calls cannot have.
 
-    `state`: where the output begins, if its reasoning will be read. `judged`: in a form that needs no tokenizer, for the
-    check whether it can be used.
+    `state`: where the output begins, if its reasoning will be read. `judged`: in a form that needs no
+    tokenizer, for the check whether it can be used.
     """
     dialect = model.dialect
     wanted = _wanted(

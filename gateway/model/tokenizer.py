@@ -199,9 +199,8 @@ def load_model(
     """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
     ModelFilesError.
 
-    `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template; without
-    `recommendations` the sampling parameters in
-    generation_config.json are not read.
+    `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template;
+    without `recommendations` the sampling parameters in generation_config.json are not read.
     """
     tokenizer_path = directory / "tokenizer.json"
     if not tokenizer_path.is_file():

@@ -257,8 +257,8 @@ class Leader:
         return ",".join(self._seeds)
 
     def call(self, call: Callable[[grpc.Channel], Reply]) -> Reply:
-        """Call the leader: the last one, then each address in turn, and those that standbys refer to. One that does not
-        answer in time is left for the next.
+        """Call the leader: the last one, then each address in turn, and those that standbys refer to. One
+        that does not answer in time is left for the next.
 
         Raises grpc.RpcError.
         """

@@ -267,7 +267,8 @@ def up(
 ) -> None:
     """Start record, scheduler, workers and gateway on this machine, show one prompt, and serve until Ctrl-C.
 
-    A process that dies is started again on the same ports, after longer pauses (30 s at most) if it dies again and again.
+    A process that dies is started again on the same ports, after longer pauses (30 s at most) if it dies
+    again and again.
     """
     console = Console(stderr=True, highlight=False)
     for sentence in unknown_sentences():

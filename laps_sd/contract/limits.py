@@ -34,8 +34,8 @@ MAX_FORMAT_CHARACTERS = 65536
 MAX_LOGPROBS = 64
 """Most alternatives for each token. A gateway's setting may be lower."""
 MAX_PROMPT_LOGPROBS = 2**18
-"""Most log probabilities of the tokens of a prompt, alternatives included. A gateway's setting may be lower. A scheduler keeps
-them for each request, in about 9 bytes each.
+"""Most log probabilities of the tokens of a prompt, alternatives included. A gateway's setting may be lower.
+A scheduler keeps them for each request, in about 9 bytes each.
 """
 
 LENIENCE = 4

@@ -57,8 +57,8 @@ class Sampling:
 
     They apply in this order: tokens that the output format excludes are removed, then those that
     allowed_token_ids, min_tokens and bad_words_ids exclude, each of these only where tokens remain; logit_bias
-    is added; repetition, frequency and presence penalty; temperature; top_k; of the rest the tokens that both top_p and
-    min_p keep; argmax(log p + noise).
+    is added; repetition, frequency and presence penalty; temperature; top_k; of the rest the tokens that both
+    top_p and min_p keep; argmax(log p + noise).
     """
 
     # 0 = greedy: the largest, lowest id on a tie; top_k, top_p, min_p and seed are then without effect.

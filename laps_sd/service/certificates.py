@@ -4,9 +4,9 @@
     server.add_secure_port(address, certificate.grpc_credentials())
     expose_expiry("server", tls.cert)
 
-A listener reads its files again when they have changed, at the next handshake. Connections that exist stay. Files that do
-not go together (a renewal that is half written) change nothing, and are logged once. A dialler reads its files for each
-connection, and does the same with files that are missing for a moment (`wire.Tls`).
+A listener reads its files again when they have changed, at the next handshake. Connections that exist stay.
+Files that do not go together (a renewal that is half written) change nothing, and are logged once. A dialler
+reads its files for each connection, and does the same with files that are missing for a moment (`wire.Tls`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class ServedCertificate:
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for `add_secure_port`; with a CA, clients must present a certificate of it (mutual TLS)."""
+        """Return credentials for `add_secure_port`; with a CA, clients must present a certificate of it
+        (mutual TLS)."""
         given: list[_Files] = [self.files()]
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -153,8 +154,8 @@ def _left_s(pem: bytes) -> float:
 def expires_at(pem: bytes) -> float:
     """Return the `notAfter` of the first certificate in a PEM file, in seconds since 1970.
 
-    Raises ValueError if there is none. (RFC 5280, 4.1: the validity is the fourth field after an optional version. Python's
-    `ssl` reads it only from a peer's verified certificate.)
+    Raises ValueError if there is none. (RFC 5280, 4.1: the validity is the fourth field after an optional
+    version. Python's `ssl` reads it only from a peer's verified certificate.)
     """
     text = pem.decode("ascii", "replace")
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"

@@ -35,7 +35,8 @@ class Cores:
         return max(1, math.ceil(min(len(self.cpus), self.quota)))
 
     def excess(self, threads: int) -> str:
-        """Return the end of a sentence about a number of threads that cannot run at the same time; empty if they can."""
+        """Return the end of a sentence about a number of threads that cannot run at the same time; empty if
+        they can."""
         if threads <= self.most_threads:
             return ""
         return f"must be at most {self.most_threads}, the CPUs that this process may use, got {threads}"

@@ -231,8 +231,8 @@ async def until_first_ends(*parts: Coroutine[None, None, None]) -> None:
             if not task.cancelled():
                 task.result()
     finally:
-        # The error has this frame in its traceback, and its task has the error. If the frame had the task, the connection
-        # would stay open until Python looks for cycles.
+        # The error has this frame in its traceback, and its task has the error. If the frame had the task,
+        # the connection would stay open until Python looks for cycles.
         tasks.clear()
         ended.clear()
         del task

@@ -110,11 +110,11 @@ class Tls:
     _last: _Read = dataclasses.field(default_factory=_Read, init=False, repr=False, compare=False)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a dialler, from the files as they are now; without `ca` the system's roots verify the
-        server.
+        """Return the credentials of a dialler, from the files as they are now; without `ca` the system's
+        roots verify the server.
 
-        If a file cannot be read any more, or is empty (while a renewal replaces it), the credentials that were read last stay, and
-        that is logged once. Raises StartupError if none were read before.
+        If a file cannot be read any more, or is empty (while a renewal replaces it), the credentials that
+        were read last stay, and that is logged once. Raises StartupError if none were read before.
         """
         last = self._last
         try:

@@ -168,8 +168,8 @@ class Specification:
     format: OutputFormat | None = None
     # None = off; else the log probability of each token, and this number of alternatives.
     logprobs: int | None = None
-    # None = off; else the log probability of each token of the prompt, and this number of alternatives. Without effect if
-    # there are committed tokens.
+    # None = off; else the log probability of each token of the prompt, and this number of alternatives.
+    # Without effect if there are committed tokens.
     prompt_logprobs: int | None = None
     origin: bytes = b""  # returned to the sender unchanged; has no meaning here
     # KV is shared between requests with equal salts only.
@@ -427,11 +427,11 @@ class Engine(Protocol):
         """Run one draft and verify step over exactly these requests, best rank first.
 
         Requests without KV get a prefill chunk in the same forward (the first of `run` are served first from
-        the round's budget of tokens and time); requests in host memory are brought back first. The result is that of this
-        round, or of the one before (`Capacity.lag`). Raises OutOfBlocks,
-        UnknownRequest, or ValueError (one id twice, a finished request, more than `capacity.slots`), in each
-        case before any state changes. Raises OutOfMemory if the device has no memory for the round, also
-        before any change that counts.
+        the round's budget of tokens and time); requests in host memory are brought back first. The result is
+        that of this round, or of the one before (`Capacity.lag`). Raises OutOfBlocks, UnknownRequest, or
+        ValueError (one id twice, a finished request, more than `capacity.slots`), in each case before any
+        state changes. Raises OutOfMemory if the device has no memory for the round, also before any change
+        that counts.
         """
         ...
 

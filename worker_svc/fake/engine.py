@@ -364,7 +364,8 @@ class FakeEngine:
         return max(drafts, default=0) * costs.draft_step_s, verify_s
 
     def _chunks(self, requests: Sequence[_Fake], drafts: Sequence[int]) -> tuple[list[int], float]:
-        """Return the context tokens to prefill for each request, and the limit of the round's seconds; 0: it is not met.
+        """Return the context tokens to prefill for each request, and the limit of the round's seconds; 0: it
+        is not met.
 
         A request whose KV covers all tokens but the last prefills none.
         """

@@ -70,7 +70,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "web_search_options": (),
 }
-"""Fields that the engine does not support (some of them only in completions of text), with the values (besides null) that do not request them."""
+"""Fields that the engine does not support (some of them only in completions of text), with the values
+(besides null) that do not request them."""
 
 REASONS: Mapping[str, str] = {
     "guided_decoding_backend": "formats have one backend here",
@@ -121,8 +122,8 @@ class ParsedRequest:
     echo: bool = False
     """The text begins with the prompt; in a chat with an assistant's last message."""
     echo_only: bool = False
-    """The answer has nothing but the prompt. One token is generated all the same, since it comes with the log probabilities
-    of the prompt, and left out."""
+    """The answer has nothing but the prompt. One token is generated all the same, since it comes with the log
+    probabilities of the prompt, and left out."""
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     """Alternatives of each token in the field of this name; None: it is not wanted."""

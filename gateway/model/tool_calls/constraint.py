@@ -68,8 +68,8 @@ def grammar(
 
 
 class _Writer:
-    """Collects the rules of a grammar. Raises TooLong at the first rule too many: a definition of a schema is part of the
-    rule of each parameter that may use it, so that the rest could be a thousand times as long."""
+    """Collects the rules of a grammar. Raises TooLong at the first rule too many: a definition of a schema is
+    part of the rule of each parameter that may use it, so that the rest could be a thousand times as long."""
 
     def __init__(self, special: Token) -> None:
         self._special = special

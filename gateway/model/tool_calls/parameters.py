@@ -23,8 +23,8 @@ DEEPEST = 16
 MOST_PARTS = 48
 """Names in a reference that are followed: a schema has no more levels."""
 MOST_ALTERNATIVES = 256
-"""Alternatives of a parameter that are read, with those inside them. Our choice: definitions that refer to each other have
-any number of them, and the gateway serves no other call while it reads them."""
+"""Alternatives of a parameter that are read, with those inside them. Our choice: definitions that refer to
+each other have any number of them, and the gateway serves no other call while it reads them."""
 WHOLE = (
     "$ref",
     "allOf",

@@ -267,7 +267,8 @@ class BlockAllocator:
         return best
 
     def _scattered(self, count: int) -> list[int]:
-        """Return free blocks, and then the oldest cached ones, each in ascending order: as many as possible are adjacent."""
+        """Return free blocks, and then the oldest cached ones, each in ascending order: as many as possible
+        are adjacent."""
         ids: list[int] = []
         start = 0
         while len(ids) < count and (start := self._state.find(_FREE, start)) >= 0:

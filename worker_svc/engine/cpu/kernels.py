@@ -1,5 +1,5 @@
-"""Attention, products, the steps between them, and the choice of tokens, in C (kernels_body.h, kernels_choose.h): on threads of the CPU (threads.h), in
-single precision or bfloat16.
+"""Attention, products, the steps between them, and the choice of tokens, in C (kernels_body.h,
+kernels_choose.h): on threads of the CPU (threads.h), in single precision or bfloat16.
 
 In bfloat16 are the weights, their factors, and the KV pool; all sums are in single precision.
 
@@ -108,7 +108,8 @@ def attend(query: torch.Tensor, entries: torch.Tensor, pieces: torch.Tensor, sca
 
 
 class Product:
-    """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true, or a quantised one.
+    """x @ weight.T + bias, added up in single precision: `weight` [out, in] of which `multiply` is true, or a
+    quantised one.
 
     `dtype` is the type of x where the weight is quantised; otherwise it is the weight's.
     """
@@ -258,8 +259,8 @@ class Decoder:
     ) -> None:
         """Take the weights of a model.
 
-        `embedding` [tokens, hidden] of the products' type, contiguous; None: the weight of `head`; `norm`: weight of the last norm;
-        `turns`: from `rotations`; `epsilon` of all norms; `scale` of attention.
+        `embedding` [tokens, hidden] of the products' type, contiguous; None: the weight of `head`; `norm`:
+        weight of the last norm; `turns`: from `rotations`; `epsilon` of all norms; `scale` of attention.
         """
         hidden, inner = layers[0].out.columns, layers[0].down.width
         self._held = (embedding, layers, norm, head, turns)  # their memory

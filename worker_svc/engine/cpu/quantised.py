@@ -1,7 +1,7 @@
 """Weights of 8 or 4 bits: how they are made of others, and how the kernels in C have them.
 
-The inputs of an output are divided into groups of equally many. A weight is scale * (number - offset), with one scale and
-one offset for each output and group.
+The inputs of an output are divided into groups of equally many. A weight is scale * (number - offset), with
+one scale and one offset for each output and group.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Quantised:
         return numbers.flatten(1)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` [..., in] times the dequantised weight, [..., out] in single precision: the reference, which is slow."""
+        """Return `x` [..., in] times the dequantised weight, [..., out] in single precision: the reference,
+        which is slow."""
         parts = self.split(_rows_at_once(self.shape[1]))
         return torch.cat([x.float() @ part.dequantised().T for part in parts], -1)
 
@@ -169,8 +170,8 @@ def _blocks(weight: Quantised) -> torch.Tensor:
 
 
 def _codes_8(numbers: torch.Tensor) -> torch.Tensor:
-    """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: the magnitude, and the sign in the
-    highest bit."""
+    """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: the magnitude,
+    and the sign in the highest bit."""
     codes = numbers.abs().view(torch.uint8) | (numbers < 0).to(torch.uint8) << 7
     panels, _, groups, group = codes.shape
     pairs = codes.view(torch.int16)  # of inputs
@@ -180,7 +181,8 @@ def _codes_8(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _codes_4(numbers: torch.Tensor) -> torch.Tensor:
-    """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: four nibbles in 16 bits."""
+    """Return bytes [panels, groups, lines, LINE] of numbers [panels, PANEL, groups, inputs]: four nibbles in
+    16 bits."""
     codes = (numbers + 8).view(torch.uint8)
     panels, _, groups, group = codes.shape
     halves = codes.view(panels, 2, PANEL // 2, groups, group // 4, 2, 2)

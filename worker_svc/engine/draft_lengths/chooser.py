@@ -47,8 +47,8 @@ Tried 4 to 64."""
 EXPLORED_SHARE = 0.005
 """Share of the time that is spent on exploring. Tried 0.001 to 0.02."""
 LONGEST_STEPS = 2.0
-"""Draft steps of a probe cost at most this many times what is expected of them: a larger time is an accident, and would put
-the next probe off by as much."""
+"""Draft steps of a probe cost at most this many times what is expected of them: a larger time is an accident,
+and would put the next probe off by as much."""
 
 
 @dataclass

@@ -81,8 +81,8 @@ class Watched:
     studied: bool = True
 
 
-# Features of a look at a request that has ended, ln(tokens that remained) or of those up to its cut, and whether it was
-# cut.
+# Features of a look at a request that has ended, ln(tokens that remained) or of those up to its cut, and
+# whether it was cut.
 _Lesson = tuple[Features, float, bool]
 
 
@@ -115,8 +115,9 @@ class LengthProbe:
         self._after_prompt, self._in_output = Regression(COUNT), Regression(COUNT)
         self._readers: list[_Reader | None] = [None, None]
         self._unprojected: list[Look] = []
-        # Looks of each request that has ended and is not learnt from yet, its output tokens, and whether it was cut. They
-        # are learnt from together: after a forward, code that runs for one request alone takes several times as long.
+        # Looks of each request that has ended and is not learnt from yet, its output tokens, and whether it
+        # was cut. They are learnt from together: after a forward, code that runs for one request alone takes
+        # several times as long.
         self._ended: list[tuple[list[Look], int, bool]] = []
         self._watched = 0
 

@@ -4,13 +4,14 @@ Row r of x @ W.T should not depend on the number of rows of x, or a request's te
 The libraries' layouts (x86 with AVX-512, torch 2.13, one thread; ratios from there):
 
     as loaded     float32: result changes with the number of rows up to about 16; the slowest at 4 to 64 rows
-    transposed    the same numbers as a [in, out] array: independent from 2 rows on for matrices up to about 1 M elements; fastest for single rows
-                  of these, and for the smallest
-    packed        oneDNN's own layout: independent at any number of rows in float32; a forward of 4 to 128 rows takes 0.85 of what it does
-                  transposed; fastest for large matrices
-    kernel        our own (kernels_body.h): independent at any number of rows, in bfloat16 too. float32: a forward of the demo's target takes 0.3 (1 row),
-                  0.4 (4), 0.7 (16), 0.9 (64) and 1.0 (200) of what it does packed. bfloat16, 1024 x 2816: 0.8 (1, 4), 0.6 (8), 0.8 (16), 0.9 (64), 1.0 (256);
-                  on machines without an instruction for it 0.7, 0.3, 0.2, 0.3, 0.4, 0.5
+    transposed    the same numbers as a [in, out] array: independent from 2 rows on for matrices up to about
+                  1 M elements; fastest for single rows of these, and for the smallest
+    packed        oneDNN's own layout: independent at any number of rows in float32; a forward of 4 to 128
+                  rows takes 0.85 of what it does transposed; fastest for large matrices
+    kernel        our own (kernels_body.h): independent at any number of rows, in bfloat16 too. float32: a
+                  forward of the demo's target takes 0.3 (1 row), 0.4 (4), 0.7 (16), 0.9 (64) and 1.0 (200)
+                  of what it does packed. bfloat16, 1024 x 2816: 0.8 (1, 4), 0.6 (8), 0.8 (16), 0.9 (64),
+                  1.0 (256); on machines without an instruction for it 0.7, 0.3, 0.2, 0.3, 0.4, 0.5
 
 `packed` uses operators that are private to torch, so each layout is tested at run time, and one that fails is
 not used.

@@ -2,8 +2,9 @@
 
 Any decoder of transformers that uses its attention interface will do: we register an attention function that
 reads and writes the pool, and all its inputs are keyword arguments of the forward. Models that cannot work
-are refused with one sentence: recurrent layers (no rollback), soft-capped scores, sinks. Because some architectures take the interface and ignore it, every model is compared with its
-own plain forward before it serves.
+are refused with one sentence: recurrent layers (no rollback), soft-capped scores, sinks. Because some
+architectures take the interface and ignore it, every model is compared with its own plain forward before it
+serves.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _gguf_file(directory: Path) -> Path | None:
-    """Return the GGUF file of a directory; None if there is none, or there are other weights. Raises ModelError if there are several."""
+    """Return the GGUF file of a directory; None if there is none, or there are other weights. Raises
+    ModelError if there are several."""
     found = sorted(directory.glob("*.gguf"))
     if not found or any(directory.glob("*.safetensors")):
         return None

@@ -87,8 +87,8 @@ def read(part: Part, described: Mapping[str, Any], out: int, width: int) -> Quan
 
 
 def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the codes [rows, columns * codes of a word] of int32 words [rows, columns]; `order`: place of each code within
-    its word's."""
+    """Return the codes [rows, columns * codes of a word] of int32 words [rows, columns]; `order`: place of
+    each code within its word's."""
     places = range(32 // bits) if order is None else [order.index(place) for place in range(len(order))]
     shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
     codes: torch.Tensor = (words[..., None] >> shifts) & (2**bits - 1)

@@ -13,14 +13,15 @@ Quantization = Literal["none", "int8", "int4"]
 GROUPS: Final = {8: 128, 4: 64}
 """Largest group by bits (tried 32, 64 and 128). Of 4 bits, 32 is nearer to the model and slower from 16 rows on."""
 HEAD_BITS: Final = 8
-"""Bits of the output layer, whatever the others have: 4 bits there move the distribution by a third of what all others do."""
+"""Bits of the output layer, whatever the others have: 4 bits there move the distribution by a third of what
+all others do."""
 VERSION: Final = "absmax-1"
 """Enters the fingerprint of quantised models: change it with `quantise`, GROUPS and HEAD_BITS."""
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer whose weight is quantised. Its forward is the reference for the kernels: of the dequantised weight, in
-    single precision."""
+    """A linear layer whose weight is quantised. Its forward is the reference for the kernels: of the
+    dequantised weight, in single precision."""
 
     def __init__(self, weight: Quantised, bias: torch.Tensor | None) -> None:
         super().__init__()

@@ -55,7 +55,8 @@ class RoundPlanner:
         self._least_feed = 1 if pair.draft is not None and pair.draft.by_kernels else FIRST_STEP_ROWS
 
     def plan(self, sequences: SequenceOf[Sequence], lengths: DraftLengths) -> RoundPlan:
-        """Return the work of each request: first what those that decode draft, then context in the time that is left."""
+        """Return the work of each request: first what those that decode draft, then context in the time that
+        is left."""
         requests = [
             RoundRequest(sequence, len(sequence.tokens), sequence.kv_length) for sequence in sequences
         ]

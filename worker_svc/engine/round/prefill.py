@@ -68,9 +68,9 @@ class Prefill:
     def find_prefixes(self, sequences: SequenceOf[Sequence]) -> None:
         """Look up cached KV of the context of each request that has none.
 
-        The last token is left out, because its logits are needed, and so is every prompt whose log probabilities are
-        missing. Only the target's KV is looked up: the
-        draft's costs a small fraction of it to compute, and no first token waits for it.
+        The last token is left out, because its logits are needed, and so is every prompt whose log
+        probabilities are missing. Only the target's KV is looked up: the draft's costs a small fraction of it
+        to compute, and no first token waits for it.
         """
         if not self._least_reuse:
             return

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from worker_svc.engine.draft_lengths.cost_table import CostTable
 
-# Least cost of a token, as a fraction of the measurement that it comes from: where the weights take longer to read than
-# the tokens to compute, more tokens cost nothing measurable, and an estimate near 0 could not recover.
+# Least cost of a token, as a fraction of the measurement that it comes from: where the weights take longer to
+# read than the tokens to compute, more tokens cost nothing measurable, and an estimate near 0 could not
+# recover.
 LEAST_SHARE = 1 / 256
 
 

@@ -15,8 +15,8 @@ from worker_svc.engine.round.request import RoundRequest
 from worker_svc.engine.sequence import Sequence
 
 LOGITS_BYTES = 2**26
-"""Logits of prompt rows in one round, at most, in single precision. Our choice: with a vocabulary of 152,000 tokens 110
-rows, for which a round takes little longer than for one.
+"""Logits of prompt rows in one round, at most, in single precision. Our choice: with a vocabulary of 152,000
+tokens 110 rows, for which a round takes little longer than for one.
 """
 SLICE_BYTES = 2**23
 """Logits that are turned into log probabilities together, at most."""

@@ -2,8 +2,9 @@
 
 That runner takes no logits processors together with speculation, so methods of objects that vLLM made are replaced:
 the runner's `_sample`, the target's `compute_logits` (to keep hidden states for the probe of output lengths), and
-`_greedy_sample` of the drafter (with `propose`, to count its steps). The target's choice at every row is made here, with bias and penalties; a draft token is accepted if it is that
-choice. The drafter proposes by the same rule with the same noise.
+`_greedy_sample` of the drafter (with `propose`, to count its steps). The target's choice at every row is made
+here, with bias and penalties; a draft token is accepted if it is that choice. The drafter proposes by the
+same rule with the same noise.
 
 vLLM has applied the output format to the logits before, so log probabilities are those of allowed tokens.
 """

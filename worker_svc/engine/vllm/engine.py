@@ -68,8 +68,8 @@ class VllmEngine:
     `share_prefixes`: KV of the same beginning is shared between requests of equal salt; a request always finds
     its own again. `decode` makes stop strings work, `decode_all` those of requests whose special tokens have
     text; `formats`: vLLM has a tokenizer for output formats. `probe` predicts
-    output lengths by hidden states after the last layer; only where `coupling` replaces the sampler. `max_round_s` bounds
-    the time of rounds that compute context (`StepTime`).
+    output lengths by hidden states after the last layer; only where `coupling` replaces the sampler.
+    `max_round_s` bounds the time of rounds that compute context (`StepTime`).
     """
 
     def __init__(

@@ -55,8 +55,9 @@ def structured_outputs(wanted: OutputFormat | None) -> StructuredOutputsParams |
 class FollowedGrammar(GuidanceGrammar):
     """vLLM's grammar of one request, which continues after a draft token that it cannot follow.
 
-    A step that would cost too much makes the library's matcher fail for good, and vLLM then allows the end only. It may
-    follow a draft token that is rejected, so the format is compiled again, and follows the other tokens again.
+    A step that would cost too much makes the library's matcher fail for good, and vLLM then allows the end
+    only. It may follow a draft token that is rejected, so the format is compiled again, and follows the other
+    tokens again.
     """
 
     ll_matcher: Any

@@ -37,7 +37,8 @@ class Known:
     restrictions: Restrictions | None = None
     # None: no probe predicts its length.
     watched: Watched | None = None
-    # Log probabilities of its prompt, if they are wanted, from the step that made them to the report of the first token.
+    # Log probabilities of its prompt, if they are wanted, from the step that made them to the report of the
+    # first token.
     prompt_logprobs: PromptLogprobs | None = None
     # Hidden state of the last token of its context before the last step, float32 [hidden], if a look was due.
     hidden: Features | None = None

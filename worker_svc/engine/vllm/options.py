@@ -41,7 +41,8 @@ class VllmOptions:
     max_length: int = 1024
     # Context tokens computed per round in addition to the tokens of running requests.
     prefill_chunk: int = 512
-    # Seconds of a round that computes context, at most, or a few times a round without, whichever is longer; None: any.
+    # Seconds of a round that computes context, at most, or a few times a round without, whichever is longer;
+    # None: any.
     max_round_s: float | None = None
     dtype: str = "float32"
     # Size of the KV pool; None: from `memory_bytes`, or what vLLM finds free.

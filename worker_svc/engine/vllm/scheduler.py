@@ -78,7 +78,8 @@ class Rounds(Pausing):
     # Of `Pausing`.
 
     def select(self) -> list[Request]:
-        """Return the planned requests: those that decode first, since context takes all of the budget that it finds."""
+        """Return the planned requests: those that decode first, since context takes all of the budget that it
+        finds."""
         return [request for request in self._in_order if not request.is_finished()]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +109,8 @@ class Rounds(Pausing):
         return output
 
     def _budget(self, planned: Planned, most: int) -> tuple[int, float]:
-        """Return the tokens of the next step, of `most` that vLLM allows, and the limit of its time that bounds them, or 0."""
+        """Return the tokens of the next step, of `most` that vLLM allows, and the limit of its time that
+        bounds them, or 0."""
         if self.times is None:
             return most, 0.0
         decoding: list[Request] = []

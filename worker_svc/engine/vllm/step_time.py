@@ -10,7 +10,8 @@ from worker_svc.engine.draft_lengths.cost_table import CostTable
 from worker_svc.engine.round.prefill_time import LEAST_SHARE, Chunk, PrefillTime
 
 FIRST = 4
-"""Steps of a kind whose least time is taken as the first measurement: the very first ones compile kernels. Our choice."""
+"""Steps of a kind whose least time is taken as the first measurement: the very first ones compile kernels.
+Our choice."""
 
 
 class Decoding(NamedTuple):
@@ -25,7 +26,8 @@ NONE = Decoding(0, 0, 0)
 
 
 class StepTime:
-    """Times of steps. There is no measurement before the first request: until then steps are bounded by tokens alone."""
+    """Times of steps. There is no measurement before the first request: until then steps are bounded by
+    tokens alone."""
 
     def __init__(self, max_round_s: float, *, rows: int, max_length: int) -> None:
         """`max_round_s`: see `EngineOptions`; `rows`: of the decoding part of a step, at most."""
