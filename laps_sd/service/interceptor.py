@@ -148,7 +148,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _guard_coroutine(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         async def call(requests: Any, context: Context) -> Any:
             self._identify(method, context)
-            request = await self._first(method, context) if one_request else requests
+            request = await self._first_message(method, context) if one_request else requests
             with self._work(method):
                 return await behaviour(request, context)
 
@@ -166,7 +166,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _guard_generator(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         async def call(requests: Any, context: Context) -> AsyncGenerator[Any, None]:
             self._identify(method, context)
-            request = await self._first(method, context) if one_request else requests
+            request = await self._first_message(method, context) if one_request else requests
             with self._work(method):
                 items = behaviour(request, context)
                 try:
@@ -209,17 +209,17 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if self._authorize is not None and not self._is_open(method):
             self._authorize(method, context)
 
-    async def _first(self, method: str, context: Context) -> Any:
+    async def _first_message(self, method: str, context: Context) -> Any:
         """Return the one message of a call."""
         if not self._is_open(method):
-            return await _first(context)
+            return await _read_first(context)
         turn = asyncio.timeout(None)
         try:
             async with turn:
                 self._open_reads[turn] = None
                 if len(self._open_reads) > MAX_OPEN_READS:
                     self._end_longest_read()
-                return await _first(context)
+                return await _read_first(context)
         except TimeoutError:
             raise ResourceExhausted(
                 f"the message of this call did not come, and {MAX_OPEN_READS} later calls without identity were waiting for theirs",
@@ -263,7 +263,7 @@ def _refusing(refusal: LapsSdError, method: str) -> Handler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-async def _first(context: Context) -> Any:
+async def _read_first(context: Context) -> Any:
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             request = await context.read()

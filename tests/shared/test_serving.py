@@ -715,13 +715,13 @@ async def test_a_call_that_sends_no_message_is_ended(monkeypatch, method):
 async def test_a_stop_does_not_wait_for_a_call_that_sends_no_message(monkeypatch):
     monkeypatch.setattr(interceptor, "FIRST_MESSAGE_S", 3600)
     reads = asyncio.Event()
-    first = interceptor._first
+    first = interceptor._read_first
 
     async def observed(context):
         reads.set()
         return await first(context)
 
-    monkeypatch.setattr(interceptor, "_first", observed)
+    monkeypatch.setattr(interceptor, "_read_first", observed)
     async with running(drain_s=3600.0) as (app, _, channel):
         waiting = asyncio.create_task(ended_without_a_message(channel, GENERATE))
         await reads.wait()
