@@ -23,7 +23,7 @@ from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.fingerprint import fingerprint
 from worker_svc.engine.vllm.loading import load_core, rules_for
 from worker_svc.engine.vllm.options import VllmOptions
-from worker_svc.engine.vllm.parameters import Chooser
+from worker_svc.engine.vllm.parameters import TokenChooser
 from worker_svc.engine.vllm.scheduler import round_scheduler
 
 ENVIRONMENT = {
@@ -119,7 +119,7 @@ class OneCore:
         blocks: int = 64,
         prefill_chunk: int | None = None,
         residents: int | None = None,
-        chooser: Chooser | None = None,
+        chooser: TokenChooser | None = None,
         decode: Decode | None = decode,
         **more: Any,
     ) -> VllmEngine:
@@ -152,7 +152,7 @@ class OneCore:
             **more,
         )
         if (
-            chosen is Chooser.VLLM and ON_CPU
+            chosen is TokenChooser.VLLM and ON_CPU
         ):  # vLLM's sampler serves requests that the coupling does not know
             core.model_executor.driver_worker.worker.model_runner._laps_sd_coupling.known = {}
         return self._engine

@@ -23,10 +23,10 @@ from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.noise import Noise
 from worker_svc.engine.sampling.sampling import choose_tokens, rows_for
 from worker_svc.engine.vllm.coupled_noise import PATH, CoupledNoise
-from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.parameters import Rules, TokenChooser
 
 RULES = Rules(
-    Chooser.PROCESSOR, second_runner=True, speculates=True, on_cpu=False, version="0.32.0", eos_ids=[2]
+    TokenChooser.PROCESSOR, second_runner=True, speculates=True, on_cpu=False, version="0.32.0", eos_ids=[2]
 )
 PLACES = 10
 

@@ -52,7 +52,7 @@ from worker_svc.engine.interface import (
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.loading import load_core
 from worker_svc.engine.vllm.names import check_engine_names
-from worker_svc.engine.vllm.parameters import Chooser
+from worker_svc.engine.vllm.parameters import TokenChooser
 
 Texts = dict[str, list[int]]
 pytestmark = pytest.mark.timeout(900)  # the first test loads the model, which is slow on a busy machine
@@ -622,7 +622,7 @@ def test_vllms_own_sampler_leaves_nothing_to_look_at(make: Make) -> None:
 
     probe = Recorded("demo", 6, 256)
     greedy = [replace(one, ignore_eos=False) for one in mixed(4) if not one.sampling.temperature]
-    finish_all(make(chooser=Chooser.VLLM, probe=probe), greedy)
+    finish_all(make(chooser=TokenChooser.VLLM, probe=probe), greedy)
     assert not any(seen.looks for seen in probe.seen.values())
 
 
@@ -632,7 +632,7 @@ def test_vllms_own_sampler_leaves_nothing_to_look_at(make: Make) -> None:
 @equal_arithmetic
 def test_with_its_own_sampler_greedy_text_is_the_same(make: Make, expected: Texts) -> None:
     greedy = [one for one in mixed(20) if not one.sampling.temperature]
-    engine = make(chooser=Chooser.VLLM)
+    engine = make(chooser=TokenChooser.VLLM)
     texts, _, reports = finish_all(engine, [replace(one, logprobs=1) for one in greedy], rotate("evict"))
 
     assert texts == {one.request_id: expected[one.request_id] for one in greedy}
@@ -663,7 +663,7 @@ def test_with_its_own_sampler_restrictions_hold(make: Make) -> None:
     whole, *_ = finish_all(make(slots=12), mixed(12, kinds=(Sampling(),)))
     specs = restricted(whole)
     expected, ends, _ = finish_all(make(slots=12), specs)
-    texts, last, reports = finish_all(make(slots=12, chooser=Chooser.VLLM), specs)
+    texts, last, reports = finish_all(make(slots=12, chooser=TokenChooser.VLLM), specs)
 
     assert sum(texts[name] != whole[name] for name in texts) > 8
     assert sum(report.accepted for report in reports) > 10
@@ -677,7 +677,7 @@ def test_with_its_own_sampler_restrictions_hold(make: Make) -> None:
         if len(expected[one.request_id]) > 8 and all(len(word) == 1 for word in one.sampling.bad_words_ids)
     ]
     assert len(later) > 5
-    again, *_ = finish_all(make(slots=12, chooser=Chooser.VLLM), later)
+    again, *_ = finish_all(make(slots=12, chooser=TokenChooser.VLLM), later)
     assert again == {one.request_id: expected[one.request_id] for one in later}
 
 
@@ -700,7 +700,7 @@ def test_with_its_own_sampler_restrictions_hold(make: Make) -> None:
 def test_what_its_own_sampler_would_do_wrong_is_refused(
     make: Make, changes: dict[str, Any], words: str
 ) -> None:
-    engine: VllmEngine = make(chooser=Chooser.VLLM)  # type: ignore[assignment]
+    engine: VllmEngine = make(chooser=TokenChooser.VLLM)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=words) as caught:
         engine.add(spec(**changes))
     assert "LAPS_SD_VLLM_SAMPLING=coupled" in str(caught.value)

@@ -38,7 +38,7 @@ from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.demo import TARGET_DIR
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.vllm.loading import models_in_words
-from worker_svc.engine.vllm.parameters import Chooser
+from worker_svc.engine.vllm.parameters import TokenChooser
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -67,7 +67,7 @@ def about(record_property: Callable[[str, object], None], one_core: OneCore) -> 
 
 
 def test_the_device_decides_the_runner_and_what_chooses(one_core: OneCore) -> None:
-    expected = Chooser.REPLACED if ON_CPU else Chooser.PROCESSOR
+    expected = TokenChooser.REPLACED if ON_CPU else TokenChooser.PROCESSOR
 
     assert one_core.chooser is expected
     assert one_core.core.vllm_config.use_v2_model_runner is not ON_CPU

@@ -23,7 +23,7 @@ from bench._vllm.in_core import model_output
 from tests.vllm.virtual import BLOCK, config_of
 from tests.worker.contract import decode
 from worker_svc.engine.vllm.engine import VllmEngine
-from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.parameters import Rules, TokenChooser
 from worker_svc.engine.vllm.scheduler import round_scheduler
 
 
@@ -158,6 +158,6 @@ def overlapped_engine(
         slots=slots, residents=residents, blocks=blocks, seed=seed, budget=budget, block_size=block_size
     )
     rules = Rules(
-        Chooser.VLLM, second_runner=False, speculates=True, on_cpu=False, version="test", eos_ids=[1]
+        TokenChooser.VLLM, second_runner=False, speculates=True, on_cpu=False, version="test", eos_ids=[1]
     )
     return VllmEngine(core, rules, slots=slots, fingerprint="virtual", **{"decode": decode} | more)

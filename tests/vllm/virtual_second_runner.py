@@ -18,7 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from bench._vllm.in_core import model_output
 from tests.vllm.virtual import BLOCK, DRAFTS, config_of
 from worker_svc.engine.vllm.engine import VllmEngine
-from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.parameters import Rules, TokenChooser
 from worker_svc.engine.vllm.scheduler import RoundScheduler
 
 PLACES = 12
@@ -138,7 +138,12 @@ def second_runner_engine(
 ) -> VllmEngine:
     """Return the engine over such a core."""
     rules = Rules(
-        Chooser.PROCESSOR, second_runner=True, speculates=True, on_cpu=False, version="0.32.0", eos_ids=[2]
+        TokenChooser.PROCESSOR,
+        second_runner=True,
+        speculates=True,
+        on_cpu=False,
+        version="0.32.0",
+        eos_ids=[2],
     )
     core = Core(slots=slots, blocks=blocks, budget=budget, block_size=block_size)
     return VllmEngine(core, rules, slots=slots, fingerprint="virtual", **more)

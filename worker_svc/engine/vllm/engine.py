@@ -51,7 +51,7 @@ from worker_svc.engine.vllm.coupling import couple
 from worker_svc.engine.vllm.grammars import follow_grammar, wait_for_a_grammar
 from worker_svc.engine.vllm.known import Known
 from worker_svc.engine.vllm.outcome import Step, report
-from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.parameters import Rules, TokenChooser
 from worker_svc.engine.vllm.scheduler import OverlappedRoundScheduler, Planned, Rounds
 from worker_svc.engine.vllm.step_time import StepTime
 
@@ -118,7 +118,7 @@ class VllmEngine:
         )
         words = (
             f"vLLM on {self.capacity.device}, because LAPS_SD_ENGINE=vllm; tokens are chosen by "
-            + ("vLLM's sampler" if rules.chooser is Chooser.VLLM else "seed and position")
+            + ("vLLM's sampler" if rules.chooser is TokenChooser.VLLM else "seed and position")
             + (
                 f"; up to {self.capacity.max_draft_len} draft tokens a round"
                 if rules.speculates
@@ -132,7 +132,7 @@ class VllmEngine:
             growth = 1 + self.capacity.max_draft_len
             scheduler.times = StepTime(max_round_s, rows=slots * growth, max_length=self.capacity.max_length)
         self._cached = follow_cache(scheduler) if share_prefixes else None
-        if rules.chooser is Chooser.REPLACED:
+        if rules.chooser is TokenChooser.REPLACED:
             couple(core.model_executor.driver_worker.worker.model_runner, self._known)
 
     @property
@@ -359,7 +359,7 @@ class VllmEngine:
         try:
             core = self._core
             outputs, executed = core.step_with_batch_queue() if self.capacity.lag else core.step()
-            self._core.post_step(executed)
+            core.post_step(executed)
         except Exception as error:
             self._failure = f"a step of vLLM failed: {first_line(error)}"
             if isinstance(error, MemoryError) or "out of memory" in str(error).lower():

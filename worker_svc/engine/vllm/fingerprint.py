@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from worker_svc.engine.models.fingerprint import fingerprint as fingerprint_of
-from worker_svc.engine.vllm.parameters import Chooser
+from worker_svc.engine.vllm.parameters import TokenChooser
 
 __all__ = ["fingerprint"]
 
@@ -16,7 +16,7 @@ NOISE_VERSION = "vllm-gumbel-2"
 """Changes with the rule that chooses tokens."""
 
 
-def fingerprint(config: Any, chooser: Chooser, version: str) -> str:
+def fingerprint(config: Any, chooser: TokenChooser, version: str) -> str:
     """Return a hash of all that decides the text: model, vLLM, arithmetic, and what chooses tokens."""
     model, parallel, speculative = config.model_config, config.parallel_config, config.speculative_config
     directory = Path(model.model)

@@ -31,7 +31,7 @@ from worker_svc.engine.vllm.fingerprint import fingerprint
 from worker_svc.engine.vllm.grammars import bound_formats
 from worker_svc.engine.vllm.names import check_engine_names
 from worker_svc.engine.vllm.options import VllmOptions
-from worker_svc.engine.vllm.parameters import Chooser, Rules
+from worker_svc.engine.vllm.parameters import Rules, TokenChooser
 from worker_svc.engine.vllm.scheduler import round_scheduler
 
 __all__ = ["load_core", "load_engine", "models_in_words", "rules_for"]
@@ -71,7 +71,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
 
-def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
+def load_core(options: VllmOptions) -> tuple[EngineCore, TokenChooser]:
     """Return vLLM's core with the model loaded, and what chooses tokens in it. Raises ModelError."""
     known = {one.name for one in fields(EngineArgs)}
     for name in options.arguments:
@@ -84,11 +84,11 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, Chooser]:
         config = EngineArgs(**_arguments(options)).create_engine_config()
         chooser = _chooser(config, options)
         _check_overlap(config, chooser, options)
-        if chooser is Chooser.PROCESSOR:
+        if chooser is TokenChooser.PROCESSOR:
             from worker_svc.engine.vllm.coupled_noise import PATH
 
             config.model_config.logits_processors = [PATH]
-        check_engine_names(vllm.__version__, first_runner=chooser is Chooser.REPLACED)
+        check_engine_names(vllm.__version__, first_runner=chooser is TokenChooser.REPLACED)
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         bound_formats(core)
         return core, chooser
@@ -119,7 +119,7 @@ def models_in_words(config: Any, target: Path) -> str:
     return f"{words}, {str(model.dtype).removeprefix('torch.')}"
 
 
-def rules_for(config: Any, chooser: Chooser) -> Rules:
+def rules_for(config: Any, chooser: TokenChooser) -> Rules:
     """Return the rules for requests in this configuration of vLLM."""
     return Rules(
         chooser,
@@ -165,38 +165,38 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _chooser(config: Any, options: VllmOptions) -> Chooser:
+def _chooser(config: Any, options: VllmOptions) -> TokenChooser:
     if options.sampling == "own":
-        return Chooser.VLLM
+        return TokenChooser.VLLM
     if config.use_v2_model_runner:
-        return Chooser.PROCESSOR
+        return TokenChooser.PROCESSOR
     if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
-        return Chooser.REPLACED
+        return TokenChooser.REPLACED
     raise ModelError(
         "vLLM uses its first model runner for this configuration, and there LAPS_SD_VLLM_SAMPLING=coupled works"
         " on one CPU only: set LAPS_SD_VLLM_SAMPLING=own, or leave out what needs that runner"
     )
 
 
-def _check_overlap(config: Any, chooser: Chooser, options: VllmOptions) -> None:
+def _check_overlap(config: Any, chooser: TokenChooser, options: VllmOptions) -> None:
     overlaps = config.scheduler_config.async_scheduling
     if options.overlap == "on" and not overlaps:
         raise ModelError(
             "LAPS_SD_VLLM_OVERLAP=on, and vLLM has no async scheduling on this device or with these settings:"
             " set it to auto or off"
         )
-    if overlaps and chooser is Chooser.REPLACED:
+    if overlaps and chooser is TokenChooser.REPLACED:
         raise ModelError(
             "LAPS_SD_VLLM_SAMPLING=coupled chooses tokens between two steps with this model runner, so that they"
             " cannot overlap: set LAPS_SD_VLLM_OVERLAP=off, or LAPS_SD_VLLM_SAMPLING=own"
         )
 
 
-def _probe(config: Any, chooser: Chooser) -> LengthProbe | None:
+def _probe(config: Any, chooser: TokenChooser) -> LengthProbe | None:
     """Return a probe by the hidden states after the last layer; None where the engine does not see them."""
     model = config.model_config
     directory = Path(model.model)
-    if chooser is not Chooser.REPLACED or not directory.is_dir():
+    if chooser is not TokenChooser.REPLACED or not directory.is_dir():
         logging.getLogger(__name__).info(
             "no output lengths are predicted: over vLLM that needs its first model runner on one CPU and"
             " LAPS_SD_VLLM_SAMPLING=coupled"
@@ -217,7 +217,7 @@ def _end_of_sequence_ids(model_config: Any) -> list[int]:
     return []
 
 
-def _warnings(config: Any, chooser: Chooser) -> Iterator[str]:
+def _warnings(config: Any, chooser: TokenChooser) -> Iterator[str]:
     """Yield known faults. With the coupling vLLM's sampler is not used, and neither are its seeds."""
-    if chooser is Chooser.VLLM:
+    if chooser is TokenChooser.VLLM:
         yield from known_faults.warnings(config, vllm.__version__)

@@ -11,13 +11,13 @@ from worker_svc.engine.interface import Specification
 from worker_svc.engine.sampling.stopping import ends_of
 from worker_svc.engine.vllm.grammars import structured_outputs
 
-__all__ = ["Chooser", "Rules"]
+__all__ = ["Rules", "TokenChooser"]
 
 _MOST_WORDS = 128
 _MOST_WORD_TOKENS = 1024
 
 
-class Chooser(enum.Enum):
+class TokenChooser(enum.Enum):
     """The part that chooses the tokens of requests."""
 
     # `coupling` in place of the sampler of vLLM's first model runner: on a CPU.
@@ -33,7 +33,7 @@ class Rules:
 
     def __init__(
         self,
-        chooser: Chooser,
+        chooser: TokenChooser,
         *,
         second_runner: bool,
         speculates: bool,
@@ -58,7 +58,7 @@ class Rules:
                 f"sampling.bad_words_ids must be at most {_MOST_WORDS} lists of {_MOST_WORD_TOKENS} token ids"
                 " in all on this worker: vLLM's second model runner takes no more"
             )
-        if self.chooser is not Chooser.VLLM:
+        if self.chooser is not TokenChooser.VLLM:
             return
         advice = "set LAPS_SD_VLLM_SAMPLING=coupled on the worker"
         if self._wrong_with_drafts and sampling.temperature > 0:
@@ -96,7 +96,7 @@ class Rules:
             "structured_outputs": structured_outputs(spec.format),
             "prompt_logprobs": None if spec.committed_ids else spec.prompt_logprobs,
         }
-        if self.chooser is Chooser.REPLACED:
+        if self.chooser is TokenChooser.REPLACED:
             return SamplingParams(temperature=0.0, **common)
         common |= {
             "logprobs": spec.logprobs,
@@ -107,7 +107,7 @@ class Rules:
             "min_tokens": max(0, sampling.min_tokens - committed),
             "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         }
-        if self.chooser is Chooser.PROCESSOR:
+        if self.chooser is TokenChooser.PROCESSOR:
             ours = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed]
             return _without_words(
                 spec,
