@@ -355,7 +355,7 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     sequence = engine._sequences["a"]
     before = [
         pool.copy_out(place)
-        for pool, place in zip(engine._pair.pools, engine._pair.places(sequence), strict=True)
+        for pool, place in zip(engine._pair.pools, engine._pair.tables(sequence), strict=True)
     ]
     held = list(sequence.target.blocks)
     assert engine.swap_out("a")
@@ -365,7 +365,7 @@ def test_swapping_is_exact(pair: tuple[Path, Path], device: str) -> None:
     engine._pair.swap_in(sequence)
     after = [
         pool.copy_out(place)
-        for pool, place in zip(engine._pair.pools, engine._pair.places(sequence), strict=True)
+        for pool, place in zip(engine._pair.pools, engine._pair.tables(sequence), strict=True)
     ]
     assert sequence.target.blocks != held
     for old, new in zip(before, after, strict=True):

@@ -160,11 +160,11 @@ def _seconds(
     `steps` draft steps are one call, it is their mean.
     """
     pool, device = model.pool, model.device
-    places = [pool.new_table() for _ in range(sequences)]
+    tables = [pool.new_table() for _ in range(sequences)]
     held = _held(pool, start, per, steps)
-    pool.hold([(place, held, held) for place in places])
+    pool.hold([(table, held, held) for table in tables])
     began = clock()
-    plan = model.planner.plan([Piece(place, start, per) for place in places])
+    plan = model.planner.plan([Piece(table, start, per) for table in tables])
     ids = torch.zeros(plan.total, dtype=torch.int64, device=device)
     if proposes and model.proposes:
         drafts = [kernels.Draft(at, at, steps, False) for at in range(sequences)]
@@ -174,8 +174,8 @@ def _seconds(
         rows = range(every - 1, sequences * per, every)
         model.forward(ids, plan, kernels.int64s(rows).to(device)).argmax(-1).tolist()
     took = clock() - began
-    for place in places:
-        pool.release(place)
+    for table in tables:
+        pool.release(table)
     return took / steps
 
 

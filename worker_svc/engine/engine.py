@@ -233,15 +233,15 @@ class SpeculativeEngine:
 
     def _run(self, sequences: SequenceOf[Sequence], started: float) -> RoundResult:
         """Run a round, with less prefill while the device has no memory for it. Raises as `round` does."""
-        drafts = [(place, place.length) for place in (s.draft for s in sequences) if place is not None]
+        drafts = [(table, table.length) for table in (s.draft for s in sequences) if table is not None]
         while True:
             try:
                 return self.rounds.run(sequences, started)
             except Exception as error:
                 # Tokens and the target's lengths change in the last phase only, and entries after a length do
                 # not count, so that only the draft's lengths must be restored.
-                for place, length in drafts:
-                    place.length = length
+                for table, length in drafts:
+                    table.length = length
                 if not is_out_of_memory(error):
                     if "CUDA error" in str(error):  # sticky: every later call fails too
                         raise DeviceFailed(str(error).splitlines()[0]) from error

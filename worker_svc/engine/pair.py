@@ -44,7 +44,7 @@ class ModelPair:
 
     # -- the KV of a request ---------------------------------------------------------------------------------
 
-    def places(self, sequence: Sequence) -> list[BlockTable]:
+    def tables(self, sequence: Sequence) -> list[BlockTable]:
         """Return the block tables of a request, in the order of the pools."""
         return [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
 
@@ -56,8 +56,8 @@ class ModelPair:
 
     def release(self, sequence: Sequence) -> None:
         """Discard the KV of a request, on the device and in host memory, and what is derived from it."""
-        for pool, place in zip(self.pools, self.places(sequence), strict=True):
-            pool.release(place)
+        for pool, table in zip(self.pools, self.tables(sequence), strict=True):
+            pool.release(table)
         sequence.swapped = []
         sequence.tally = None
         sequence.reused = 0
@@ -67,15 +67,15 @@ class ModelPair:
 
         Returns False, and changes nothing, if they do not hold the target's.
         """
-        places = self.places(sequence)
-        if not any(place.blocks for place in places):
+        tables = self.tables(sequence)
+        if not any(table.blocks for table in tables):
             return True
         copies: list[torch.Tensor | None] = []
-        for place, pool in zip(places, self.pools, strict=True):
-            size = pool.host_bytes(place.length)
+        for table, pool in zip(tables, self.pools, strict=True):
+            size = pool.host_bytes(table.length)
             if size > room and not copies:
                 return False
-            copies.append(pool.copy_out(place) if 0 < size <= room else None)
+            copies.append(pool.copy_out(table) if 0 < size <= room else None)
             room -= size
         self.release(sequence)
         # The draft's KV without the target's is useless, and the target's without the draft's is still HOST.
@@ -83,21 +83,21 @@ class ModelPair:
         return True
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Bring the KV of a request back from host memory; its places hold enough blocks."""
-        for pool, place, copy in zip(self.pools, self.places(sequence), sequence.swapped, strict=False):
+        """Bring the KV of a request back from host memory; its tables hold enough blocks."""
+        for pool, table, copy in zip(self.pools, self.tables(sequence), sequence.swapped, strict=False):
             if copy is not None:
-                pool.copy_in(place, copy)
+                pool.copy_in(table, copy)
         sequence.swapped = []
 
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that each block is free, cached or held by `sequences`, and has one holder if writable."""
         for at, pool in enumerate(self.pools):
-            places = [self.places(sequence)[at] for sequence in sequences]
-            pool.allocator.check(place.blocks for place in places)
-            for place in places:
-                assert place.first_writable <= place.length
-                assert [pool.allocator.is_named(block) for block in place.blocks] == [
-                    number < place.named for number in range(len(place.blocks))
+            tables = [self.tables(sequence)[at] for sequence in sequences]
+            pool.allocator.check(table.blocks for table in tables)
+            for table in tables:
+                assert table.first_writable <= table.length
+                assert [pool.allocator.is_named(block) for block in table.blocks] == [
+                    number < table.named for number in range(len(table.blocks))
                 ]
 
     # -- time ------------------------------------------------------------------------------------------------

@@ -339,16 +339,16 @@ class PackedModel:
         self.attach(self.new_pool(blocks=4, block_size=8, region_tokens=8), check.reaches)
         worst = 0.0
         try:
-            places = [self.pool.new_table() for _ in texts]
-            self.pool.hold([(places[0], 1, 1), (places[1], 1, 1)])
-            self.pool.hold([(places[0], 2, 2)])  # not next to its first block: gathered
+            tables = [self.pool.new_table() for _ in texts]
+            self.pool.hold([(tables[0], 1, 1), (tables[1], 1, 1)])
+            self.pool.hold([(tables[0], 2, 2)])  # not next to its first block: gathered
             for step in range(3):
                 spans = [
                     (i, cuts[i][step], cuts[i][step + 1])
                     for i in range(2)
                     if cuts[i][step] < cuts[i][step + 1]
                 ]
-                plan = self.planner.plan([Piece(places[i], begin, end - begin) for i, begin, end in spans])
+                plan = self.planner.plan([Piece(tables[i], begin, end - begin) for i, begin, end in spans])
                 ids = torch.zeros(plan.total, dtype=torch.int64, device=self.device)
                 for (i, begin, end), row in zip(spans, plan.first_row, strict=True):
                     ids[row : row + end - begin] = texts[i][begin:end]

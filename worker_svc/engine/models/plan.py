@@ -18,7 +18,7 @@ _NO_ROWS = torch.empty(0, dtype=torch.int64)
 class Piece(NamedTuple):
     """Consecutive tokens of one sequence."""
 
-    place: BlockTable
+    table: BlockTable
     start: int  # position of the first token in the context
     tokens: int
 
@@ -73,19 +73,19 @@ class KernelPlanner:
 
     def plan(self, pieces: Sequence[Piece], reserve: int = 0) -> Plan:
         """Return a plan for one forward."""
-        table: list[int] = []
+        numbers: list[int] = []
         first_row: list[int] = []
         scattered: list[torch.Tensor] = []
         total = 0
-        for place, start, count in pieces:
-            assert start >= place.first_writable, "a block with a name would be written"
+        for table, start, count in pieces:
+            assert start >= table.first_writable, "a block with a name would be written"
             first_row.append(total)
-            if place.base is not None:
-                table += (total, count, start, place.base, 0)
+            if table.base is not None:
+                numbers += (total, count, start, table.base, 0)
             else:
-                rows = place.rows(self._pool.device)
+                rows = table.rows(self._pool.device)
                 scattered.append(rows)
-                table += (total, count, start, -1, rows.data_ptr())
+                numbers += (total, count, start, -1, rows.data_ptr())
             total += count
         padding = max(0, self._min_rows - total)
         positions, write = self._flat_rows(pieces, padding) if self._flat else (_NO_ROWS, _NO_ROWS)
@@ -98,14 +98,14 @@ class KernelPlanner:
             segments=[],
             padding=padding,
             write_first=None,
-            pieces=kernels.int64s(table).view(-1, kernels.PIECE_NUMBERS),
+            pieces=kernels.int64s(numbers).view(-1, kernels.PIECE_NUMBERS),
             scattered=scattered,
         )
 
     def _flat_rows(self, pieces: Sequence[Piece], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
         device = self._pool.device
         positions = [torch.arange(start, start + count) for _, start, count in pieces]
-        write = [place.rows(device)[start : start + count] for place, start, count in pieces]
+        write = [table.rows(device)[start : start + count] for table, start, count in pieces]
         positions.append(torch.zeros(padding, dtype=torch.int64))
         write.append(torch.full((padding,), self._pool.padding_row))
         return torch.cat(positions), torch.cat(write)

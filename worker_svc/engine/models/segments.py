@@ -71,14 +71,14 @@ class Planner:
         gathered: list[tuple[int, torch.Tensor]] = []
         first_row = [0] * len(pieces)
         for i in order:
-            place, start, count = pieces[i]
-            assert start >= place.first_writable, "a block with a name would be written"
+            table, start, count = pieces[i]
+            assert start >= table.first_writable, "a block with a name would be written"
             first_row[i] = len(positions)
             positions.extend(range(start, start + count))
-            if place.base is not None:
-                write.extend(range(place.base + start, place.base + start + count))
+            if table.base is not None:
+                write.extend(range(table.base + start, table.base + start + count))
             else:
-                gathered.append((len(write), place.rows(self._device)[start : start + count]))
+                gathered.append((len(write), table.rows(self._device)[start : start + count]))
                 write.extend([0] * count)
         padding = max(0, self._min_rows - len(positions))
         positions.extend([0] * padding)
@@ -175,10 +175,10 @@ class Planner:
         first_row: Sequence[int],
         positions: torch.Tensor,
     ) -> Segment:
-        count, base = pieces[members[0]].tokens, pieces[members[0]].place.base
+        count, base = pieces[members[0]].tokens, pieces[members[0]].table.base
         index = None
         if len(members) > 1 or base is None:
-            index = torch.cat([self._rows(pieces[i].place, span) for i in members])
+            index = torch.cat([self._rows(pieces[i].table, span) for i in members])
         folded = count if count >= UNFOLDED_FROM else count * self._group
         spare = _spare_rows(folded) if self._spans is not None else 0
         segment = Segment(first_row[members[0]], len(members), count, spare, span, base or 0, index, [])
@@ -189,8 +189,8 @@ class Planner:
             segment.masks.append(self._mask(positions, segment, reach) if masked or hides else None)
         return segment
 
-    def _rows(self, place: BlockTable, span: int) -> torch.Tensor:
-        rows = place.rows(self._device)
+    def _rows(self, table: BlockTable, span: int) -> torch.Tensor:
+        rows = table.rows(self._device)
         # Entries after the sequence's last block are masked; any row that holds finite numbers will do.
         return rows[:span] if rows.numel() >= span else pad(rows, (0, span - rows.numel()))
 

@@ -123,7 +123,7 @@ class Drafting:
         for (_, request), tokens in zip(proposing, proposed, strict=True):
             request.draft_tokens = tokens
             request.draft_len = len(tokens)
-            _draft_place(request).length += len(tokens) - 1
+            _draft_table(request).length += len(tokens) - 1
         depth = max(map(len, proposed))
         steps.batches += [sum([len(tokens) > j for tokens in proposed]) for j in range(depth)]
 
@@ -156,13 +156,13 @@ class Drafting:
                 step_plan = None
             if step_plan is None or not draft.planner.advance(step_plan):
                 pieces = [
-                    Piece(place, place.length, 1) for place in (_draft_place(request) for request in members)
+                    Piece(table, table.length, 1) for table in (_draft_table(request) for request in members)
                 ]
                 step_plan = draft.planner.plan(pieces, reserve=depth - j - 1)
                 if step_plan.order != list(range(len(members))):
                     members, tokens = [members[at] for at in step_plan.order], tokens[step_plan.order]
             for request in members:
-                _draft_place(request).length += 1
+                _draft_table(request).length += 1
             logits = draft.forward(self._draft_ids(tokens), step_plan, None)[: len(members)]
             tokens = self._choose(logits, members, j, choices, steps)
         pair.synchronize()
@@ -204,12 +204,12 @@ def _feed(request: RoundRequest) -> Piece:
 
     They end at the last token of the context if it proposes, else at the end of the budget.
     """
-    place, feed = _draft_place(request), request.catch_up
-    start = request.context - feed if request.draft_len else place.length
-    place.length = start + feed
-    return Piece(place, start, feed)
+    table, feed = _draft_table(request), request.catch_up
+    start = request.context - feed if request.draft_len else table.length
+    table.length = start + feed
+    return Piece(table, start, feed)
 
 
-def _draft_place(request: RoundRequest) -> BlockTable:
+def _draft_table(request: RoundRequest) -> BlockTable:
     assert request.sequence.draft is not None
     return request.sequence.draft

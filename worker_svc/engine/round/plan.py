@@ -190,7 +190,7 @@ class RoundPlanner:
     def hold(self, requests: SequenceOf[RoundRequest]) -> None:
         """Take the blocks that this round needs, or raise OutOfBlocks and take none."""
         size, pools = self._block_size, self._pair.pools
-        # By pool: (place, blocks needed, blocks that it may need later).
+        # By pool: (table, blocks needed, blocks that it may need later).
         wanted: list[list[tuple[BlockTable, int, int]]] = [[], []]
         for request in requests:
             sequence = request.sequence
@@ -202,8 +202,8 @@ class RoundPlanner:
                 request.catch_up or (sequence.swapped and sequence.swapped[1] is not None)
             ):
                 wanted[1].append((sequence.draft, needed, expected))
-        for name, pool, places in zip(("target", "draft"), pools, wanted, strict=False):
-            missing = sum([pool.missing(place, needed) for place, needed, _ in places])
+        for name, pool, tables in zip(("target", "draft"), pools, wanted, strict=False):
+            missing = sum([pool.missing(table, needed) for table, needed, _ in tables])
             if missing > pool.allocator.free_blocks:
                 raise OutOfBlocks(
                     f"the {name} pool has {pool.allocator.free_blocks} free KV blocks "
@@ -212,5 +212,5 @@ class RoundPlanner:
         for request in requests:
             if request.fed and request.sequence.target.found:
                 request.sequence.reused = request.sequence.target.found_tokens
-        for pool, places in zip(pools, wanted, strict=False):
-            pool.hold(places)
+        for pool, tables in zip(pools, wanted, strict=False):
+            pool.hold(tables)
