@@ -25,7 +25,6 @@ from laps_sd.client.request import (
     make_request,
     make_tokenize_request,
 )
-from laps_sd.errors import LapsSdError
 from laps_sd.service.wire import Tls, make_channel
 from laps_sd.v1.inference_pb2 import (
     CancelRequest,
@@ -143,37 +142,35 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End a request; return False if it had already ended."""
         request = CancelRequest(request_id=request_id)
-        response: CancelResponse = await self._call("Cancel", request, timeout_s, self._retry_s)
+        response: CancelResponse = await self._call("Cancel", request, timeout_s)
         return response.cancelled
 
     async def explain(self, request_id: str, *, timeout_s: float | None = None) -> Explanation:
         """Return why a request is where it is."""
         request = ExplainRequest(request_id=request_id)
-        response: ExplainResponse = await self._call("Explain", request, timeout_s, self._retry_s)
+        response: ExplainResponse = await self._call("Explain", request, timeout_s)
         return response.explanation
 
     async def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """Return the models that the gateway serves."""
-        response: ListModelsResponse = await self._call(
-            "ListModels", ListModelsRequest(), timeout_s, self._retry_s
-        )
+        response: ListModelsResponse = await self._call("ListModels", ListModelsRequest(), timeout_s)
         return list(response.models)
 
     async def tokenize(self, prompt: str | Sequence[Fields], *, timeout_s: float | None = None) -> list[int]:
         """Return the token ids of a text or of chat messages."""
         request = make_tokenize_request(prompt)
-        response: TokenizeResponse = await self._call("Tokenize", request, timeout_s, self._retry_s)
+        response: TokenizeResponse = await self._call("Tokenize", request, timeout_s)
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         """Return the text of output tokens."""
         request = DetokenizeRequest(token_ids=token_ids)
-        response: DetokenizeResponse = await self._call("Detokenize", request, timeout_s, self._retry_s)
+        response: DetokenizeResponse = await self._call("Detokenize", request, timeout_s)
         return response.text
 
-    async def _call(self, method: str, request: Message, timeout_s: float | None, retry_s: float) -> Any:
+    async def _call(self, method: str, request: Message, timeout_s: float | None) -> Any:
         """Make a call that may be repeated, and return its response."""
-        patience = Patience(retry_s, timeout_s=timeout_s, now=time.monotonic())
+        patience = Patience(self._retry_s, timeout_s=timeout_s, now=time.monotonic())
         while True:
             left_s = patience.timeout_s(time.monotonic())
             at = self._at
@@ -223,8 +220,9 @@ class AsyncClient:
                     await asyncio.sleep(progress.lost(lost, time.monotonic()))
         finally:
             for request_id in progress.to_cancel:
-                with contextlib.suppress(LapsSdError):
-                    await self._call("Cancel", CancelRequest(request_id=request_id), LEAVING_S, retry_s=0.0)
+                leaves = CancelRequest(request_id=request_id)
+                with contextlib.suppress(grpc.RpcError):
+                    await self._stub.Cancel(leaves, timeout=LEAVING_S, metadata=self._metadata)
 
     def _open(self, progress: Progress) -> Any:
         request = progress.request()
