@@ -43,6 +43,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "ec_transfer_params": ({},),
     "function_call": ("auto", "none"),
     "functions": ([],),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -58,7 +60,11 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
+    # The tokenizers of language models put no spaces between special tokens.
+    "spaces_between_special_tokens": (False, True),
     "store": (False,),
+    # Each event has what has arrived.
+    "stream_interval": (1,),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
     "tool_choice": ("auto", "none"),
@@ -87,13 +93,6 @@ IGNORED_FIELDS = ("metadata", "prompt_cache_retention", "request_id", "safety_id
 CONVERSATION_FIELDS = ("prompt_cache_key", "session_id", "user")
 """Fields by which the turns of a conversation are recognised if `conversation` is not given: the first that is a text,
 whatever its length. Other values have no effect."""
-
-NO_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "spaces_between_special_tokens": (False, True),
-    "stream_interval": (1,),
-}
-"""Fields whose values all mean the same here: the tokenizers of language models put no spaces between special
-tokens, and each event has what has arrived."""
 
 CONVERSIONS: Mapping[str, Callable[[int], int]] = {
     "seed": lambda seed: seed % 2**64,
@@ -228,9 +227,9 @@ def _check_other_fields(body: Json, model: type[Body], on_unknown: OnUnknown) ->
         if name == "best_of":
             if value != (body.get("n") or 1):
                 raise InvalidArgument(name, "must be n, the number of outputs, which are all returned")
-        elif name not in UNSUPPORTED_FIELDS and name not in NO_EFFECT and name not in REASONS:
+        elif name not in UNSUPPORTED_FIELDS:
             on_unknown(name)
-        elif value not in UNSUPPORTED_FIELDS.get(name, NO_EFFECT.get(name, ())):
+        elif value not in UNSUPPORTED_FIELDS[name]:
             reason = REASONS.get(name, "the engine does not have it")
             raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
 
