@@ -76,7 +76,6 @@ class ShardLink:
         shard: str,
         *,
         seeds: Sequence[str] | None = None,
-        rng: random.Random | None = None,
         tls: Tls | None = None,
     ) -> None:
         """`tls`: what all links of the gateway share; None: as the settings have it."""
@@ -94,7 +93,6 @@ class ShardLink:
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._settings = settings
         self._tls = link_tls(settings) if tls is None else tls
-        self._rng = rng or random.Random()
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
         self._leader_epoch = ""
@@ -246,7 +244,7 @@ class ShardLink:
     async def run(self) -> None:
         """Keep a connection to the shard's leader until cancelled."""
         back_off = BackOff(self._settings.backoff_min_s, self._settings.backoff_max_s)
-        search = LeaderSearch(back_off, self._rng)
+        search = LeaderSearch(back_off, random.Random())
         while True:
             seeds = list(self.seeds)
             search.begin_round(seeds)

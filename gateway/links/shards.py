@@ -99,11 +99,11 @@ class Shards:
     """The links to all shards, see the top of this file. One task runs `run`; everything else may be called
     from any task of the same loop."""
 
-    def __init__(self, settings: GatewaySettings, *, rng: random.Random | None = None) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         """Read the shards file, if there is one. Raises StartupError if it cannot be used."""
         self._settings = settings
         self._tls = link_tls(settings)
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._links: dict[str, ShardLink] = {}
         self._named: set[str] = set()
         """Shards in the shards file. The others are draining: their last streams are served."""
