@@ -26,7 +26,7 @@ def show(parts: Sequence[RenderableType]) -> None:
         console.print(part)
 
 
-def watch(read: Callable[[], Sequence[RenderableType]], *, every_s: float = EVERY_S) -> None:
+def watch(read: Callable[[], Sequence[RenderableType]]) -> None:
     """Show what `read` returns, again and again until Ctrl-C; on a terminal in place, elsewhere one after the other.
 
     A scheduler that does not answer is shown as an error, and called again.
@@ -36,12 +36,12 @@ def watch(read: Callable[[], Sequence[RenderableType]], *, every_s: float = EVER
         if not console.is_terminal:
             while True:
                 show(_tried(read))
-                time.sleep(every_s)
+                time.sleep(EVERY_S)
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
                 clock = Text(time.strftime("%H:%M:%S"), style="dim")
                 live.update(Group(clock, *_tried(read)), refresh=True)
-                time.sleep(every_s)
+                time.sleep(EVERY_S)
     except KeyboardInterrupt:
         return
 

@@ -64,10 +64,6 @@ class FakeCosts:
     swap_token_s: float = 0.00002  # per token, either way
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @dataclass(slots=True)
 class _Fake:
     """One known request."""
@@ -112,9 +108,9 @@ class FakeEngine:
     `draft_len` is proposed every round, capped by the request and by what is left; `acceptance` and
     `concentration` are mean and concentration of the Beta distribution of the requests' means; `host_tokens`
     is the budget of swapped-out context (None: no limit); contexts are found in the prefix cache from
-    `prefix_reuse_tokens` on (0: never); `decode` makes stop strings work. `sleep` is called
-    with total_s * time_scale after each round when time_scale is above 0. `die` is called by a round that
-    runs a request with `deadly_seed`, as an error in a kernel would end the process.
+    `prefix_reuse_tokens` on (0: never); `decode` makes stop strings work. `sleep` is called with total_s *
+    time_scale after each round when time_scale is above 0. A round that runs a request with `deadly_seed`
+    ends the process, as an error in a kernel would.
     """
 
     def __init__(
@@ -140,7 +136,6 @@ class FakeEngine:
         time_scale: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
         deadly_seed: int | None = None,
-        die: Callable[[], None] = _die,
         decode: Decode | None = None,
         fingerprint: str = "fake",
     ) -> None:
@@ -179,7 +174,6 @@ class FakeEngine:
         self._time_scale = time_scale
         self._sleep = sleep
         self._deadly_seed = deadly_seed
-        self._die = die
         self._decode = decode
         self._target = BlockAllocator(self.capacity.target_blocks, together=False)
         self._prompts = CachedPrompts(self._target, block_size)
@@ -286,7 +280,7 @@ class FakeEngine:
         check_run(run, self._requests.keys(), finished, self.capacity.slots)
         requests = [self._requests[name] for name in run]
         if any(request.spec.sampling.seed == self._deadly_seed for request in requests):
-            self._die()
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             self._find(requests)
             drafts = [self._draft_length(request) if self._decodes(request) else 0 for request in requests]

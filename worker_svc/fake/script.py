@@ -16,14 +16,12 @@ ACCEPTANCE_STREAM = 0xACCE97  # keeps acceptance independent of the tokens of th
 Lengths = Callable[[Specification], int]
 
 
-def lognormal_lengths(median: float, sigma: float, *, longest: int = 2**31) -> Lengths:
-    """Return output lengths ~ lognormal(ln median, sigma), 1 .. longest tokens, a function of (prompt, seed)
-    alone.
-    """
+def lognormal_lengths(median: float, sigma: float) -> Lengths:
+    """Return output lengths ~ lognormal(ln median, sigma), at least 1 token, a function of (prompt, seed) alone."""
 
     def length(spec: Specification) -> int:
         draw = random.Random(digest_of(spec)).lognormvariate(0.0, sigma)
-        return max(1, min(longest, round(median * draw)))
+        return max(1, round(median * draw))
 
     return length
 
