@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 from google.protobuf.json_format import MessageToDict
@@ -105,24 +105,23 @@ def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: st
     request.messages.messages.add(role="user", content=text)
 
 
-def print_text(events: Iterable[Event], out: TextIO | None = None) -> pb.Ended | None:
+def print_text(events: Iterable[Event]) -> pb.Ended | None:
     """Print the text on stdout as it arrives and the summary on stderr. Return the end, if there was one."""
-    out = out or sys.stdout
     ended: pb.Ended | None = None
     begun = False
     try:
         for event in events:
             match event:
                 case pb.Delta():
-                    out.write(event.text)
-                    out.flush()
+                    sys.stdout.write(event.text)
+                    sys.stdout.flush()
                     begun = True
                 case pb.Ended():
                     ended = event
     finally:
         if begun or ended is not None:
-            out.write("\n")
-            out.flush()
+            sys.stdout.write("\n")
+            sys.stdout.flush()
     if ended is not None:
         print(summary(ended), file=sys.stderr)
     return ended
