@@ -25,9 +25,9 @@ class Projection:
     others, as some models have a few, spoils one sum and not all of them.
     """
 
-    def __init__(self, hidden: int, seed: int = SEED) -> None:
+    def __init__(self, hidden: int) -> None:
         """`hidden`: numbers of a hidden state."""
-        random = np.random.RandomState(seed)  # of numpy's generators the one whose stream never changes
+        random = np.random.RandomState(SEED)  # of numpy's generators the one whose stream never changes
         self._signs = np.where(random.randint(0, 2, hidden) == 1, 1, -1).astype(np.float32)
         self._missing = -hidden % DIMS
 
