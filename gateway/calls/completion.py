@@ -42,34 +42,15 @@ def complete(
     left = model.context_tokens - len(prompt_ids)
     if left < 1:
         raise prompt_too_long(prompt, len(prompt_ids), model)
-    sampling = request.sampling
-    if sampling.max_tokens > left:
+    if request.sampling.max_tokens > left:
         raise InvalidArgument(
             "sampling.max_tokens",
             f"must be at most {left} after a prompt of {len(prompt_ids)} tokens in a context of "
-            f"{model.context_tokens}, got {sampling.max_tokens}",
+            f"{model.context_tokens}, got {request.sampling.max_tokens}",
         )
-    filled_in = inference_pb2.SamplingParams(
-        max_tokens=min(left, settings.default_max_tokens, settings.max_output_tokens),
-        temperature=1.0,
-        top_p=1.0,
-        seed=fallback_seed,
-    )
-    filled_in.MergeFrom(model.recommended)
-    if not sampling.HasField("max_tokens"):
-        filled_in.max_tokens = min(
-            max(filled_in.max_tokens, sampling.min_tokens), left, settings.max_output_tokens
-        )
-    filled_in.MergeFrom(sampling)
-    if filled_in.min_tokens > filled_in.max_tokens:
-        raise InvalidArgument(
-            "sampling.min_tokens",
-            f"must be at most max_tokens, {filled_in.max_tokens}, got {filled_in.min_tokens}",
-        )
-    _set_bad_words(filled_in, bad_words or BadWords(model))
-    # Fields of a later release, which nothing here has checked.
-    filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
-    filled_in.seed = (filled_in.seed + choice) % 2**64
+    sampling = _filled_in(request.sampling, left, settings, model, fallback_seed)
+    _set_bad_words(sampling, bad_words or BadWords(model))
+    sampling.seed = (sampling.seed + choice) % 2**64
     specification = gateway_link_pb2.Specification(
         prompt_ids=prompt_ids,
         drafter=request.speculation.drafter,
@@ -77,7 +58,7 @@ def complete(
     )
     if request.conversation:
         specification.conversation = _digest(tenant, request.conversation, size=NAME_BYTES)
-    set_sampling(specification, filled_in)
+    set_sampling(specification, sampling)
     if request.output_format.WhichOneof("format"):
         specification.output_format.CopyFrom(request.output_format)
     if request.speculation.mode == SpeculationMode.MODE_OFF:
@@ -105,6 +86,36 @@ def complete(
     if request.HasField("expected_output_tokens"):
         submit.expected_output_tokens = request.expected_output_tokens
     return submit
+
+
+def _filled_in(
+    sampling: inference_pb2.SamplingParams,
+    left: int,
+    settings: GatewaySettings,
+    model: ModelFiles,
+    fallback_seed: int,
+) -> inference_pb2.SamplingParams:
+    """Return sampling parameters with the defaults of the model and the gateway; `left`: tokens after the prompt."""
+    filled_in = inference_pb2.SamplingParams(
+        max_tokens=min(left, settings.default_max_tokens, settings.max_output_tokens),
+        temperature=1.0,
+        top_p=1.0,
+        seed=fallback_seed,
+    )
+    filled_in.MergeFrom(model.recommended)
+    if not sampling.HasField("max_tokens"):
+        filled_in.max_tokens = min(
+            max(filled_in.max_tokens, sampling.min_tokens), left, settings.max_output_tokens
+        )
+    filled_in.MergeFrom(sampling)
+    if filled_in.min_tokens > filled_in.max_tokens:
+        raise InvalidArgument(
+            "sampling.min_tokens",
+            f"must be at most max_tokens, {filled_in.max_tokens}, got {filled_in.min_tokens}",
+        )
+    # Fields of a later release, which nothing here has checked.
+    filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
+    return filled_in
 
 
 def _set_bad_words(sampling: inference_pb2.SamplingParams, bad_words: BadWords) -> None:

@@ -202,18 +202,7 @@ def load_model(
     `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template;
     without `recommendations` the sampling parameters in generation_config.json are not read.
     """
-    tokenizer_path = directory / "tokenizer.json"
-    if not tokenizer_path.is_file():
-        raise ModelFilesError(f"{tokenizer_path}: the file is missing; a tokenizer directory must have it")
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelFilesError(f"{tokenizer_path}: not a tokenizer: {error}") from error
-    # Truncation and padding are settings of training pipelines that some files contain; a prompt is never cut
-    # silently.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
+    tokenizer = _tokenizer(directory / "tokenizer.json")
     config = _read_json(directory / "config.json")
     text_config = config.get("text_config", config)
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
@@ -247,12 +236,10 @@ def load_model(
     special_ids = {
         token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
     }
-
     silent_ids = frozenset(special_ids | eos_ids)
 
     template = _chat_template(directory, tokenizer_config, special_tokens, parsers)
     dialect = NONE if template is None else template.dialect
-
     return ModelFiles(
         name=name,
         tokenizer=tokenizer,
@@ -266,6 +253,20 @@ def load_model(
         markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in dialect.markup()},
         recommended=parameters,
     )
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise ModelFilesError(f"{path}: the file is missing; a tokenizer directory must have it")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFilesError(f"{path}: not a tokenizer: {error}") from error
+    # Truncation and padding are settings of training pipelines that some files contain; a prompt is never cut
+    # silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _chat_template(
