@@ -311,6 +311,11 @@ def up(
     ports = Ports(
         gateway=gateway_port, http=http_port, scheduler=scheduler_port, metrics=metrics_port or None
     )
+    _serve(console, options, ports, demo=demo)
+
+
+def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool) -> None:
+    """Start the system, show the demo, and supervise the processes until Ctrl-C; then stop them."""
     # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -333,7 +338,7 @@ def up(
         ):
             api_key = os.environ.get(f"{PREFIX}API_KEY")
             # Without the key that the gateway needs, the demo would be refused.
-            if demo and workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
+            if demo and options.workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
                 _show_demo(console, stack, api_key)
             _print_usage(console, stack, alone=alone)
             while supervisor.failure is None:
