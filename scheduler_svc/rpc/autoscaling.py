@@ -76,7 +76,8 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
                     reported = active
                     yield pb.IsActiveResponse(result=active)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._stopping.wait()
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Any) -> pb.GetMetricSpecResponse:
         """Return both metrics; their targets come from the trigger's metadata."""
