@@ -292,28 +292,11 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     assert "| 10 | 1,000,000 | 0.50 | 0.90 | 1.20 | 1800 |" in text
     assert "compiled as in the scheduler's image" in text
     assert "1 of 2 rows meet both" in text
-    assert "These requests brought no words of their prompts, from which the core" in text
     assert "100 workers, 5000 queued" in text
     assert "2.50 ms of CPU time per report." in text
     assert "8 workers is the most of these that were carried" in text
     assert "| 8 | 160 | 100.0% | 2.0 | 4.0 | 7.0 | 2.25 | 0.30 |" in text
     assert "| 48 | 960 | 100.0% | 2.0 | 4.0 | 120.0 | 2.25 | 0.30 |" in text
-
-
-def test_a_core_that_was_measured_with_words_needs_no_remark(tmp_path):
-    row = {
-        "workers": 10,
-        "queued": 1_000,
-        "slots": 64,
-        "compiled": True,
-        "prompt_words": 150,
-        "median_ms": 0.5,
-        "p99_ms": 0.9,
-        "ratio_shortest": 1.0,
-        "memory_per_queued_bytes": 1900.0,
-    }
-    text = "\n".join(deciding(results_of(tmp_path, "control", [row])))
-    assert "no words of their prompts" not in text
 
 
 def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
