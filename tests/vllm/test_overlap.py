@@ -117,6 +117,24 @@ def test_texts_are_those_of_the_device() -> None:
     assert set(reader.ends.values()) == {End.LENGTH}
 
 
+@pytest.mark.parametrize("prompt", range(20, 36))
+def test_a_request_that_needs_the_whole_pool_is_refused_or_ends(prompt: int) -> None:
+    """The last rounds reserve KV for drafts that go beyond `max_tokens`."""
+    reader = Reader(overlapped_engine(blocks=9))
+    ended = 0
+    for max_tokens in range(80, 120):
+        try:
+            reader.add(spec(0, max_tokens, prompt=prompt))
+        except ValueError:
+            break
+        reader.finish("r0")
+        reader.engine.drop("r0")
+        ended += 1
+
+    assert 0 < ended < 40
+    assert reader.output["r0"] == expected(0, 80 + ended - 1, prompt)
+
+
 def test_a_request_continues_from_committed_tokens() -> None:
     reader = Reader(overlapped_engine())
     reader.add(spec(0, 30, committed=11))

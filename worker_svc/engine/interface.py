@@ -199,6 +199,13 @@ class Capacity:
         """Tokens that a request can grow in one round, at most, as blocks are counted."""
         return self.max_draft_len + 1 + self.lookahead
 
+    @property
+    def last_growth(self) -> int:
+        """The same at the end of a request: a draft does not go beyond max_tokens, unless a round is in flight, whose
+        tokens are not known when the draft is made.
+        """
+        return self.growth if self.lag else 1 + self.lookahead
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -467,9 +474,7 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
             f"max_tokens: {len(spec.prompt_ids)} prompt tokens and {spec.max_tokens} output tokens exceed the longest context of "
             f"{capacity.max_length}"
         )
-    # One more than the context: a draft never goes beyond max_tokens, so the last round needs no room for a
-    # whole draft.
-    needed = blocks_needed(context, 1 + capacity.lookahead, capacity.block_size)
+    needed = blocks_needed(context, capacity.last_growth, capacity.block_size)
     for pool, blocks in (("target", capacity.target_blocks), ("draft", capacity.draft_blocks)):
         if blocks and needed > blocks:
             raise ValueError(

@@ -90,7 +90,7 @@ class Chooser:
         candidates = []
         running = set(self._requests.running)
         by_id, at_bound, status = self._requests.by_id, self._requests.at_bound, self._engine.status
-        beyond = self._capacity.lookahead + 1 - self._growth
+        beyond = self._capacity.last_growth - self._growth
         for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self.assignment:
             held = by_id.get(request_id)
             if held is None or held.ended or held.lease_epoch != lease_epoch:
@@ -104,7 +104,7 @@ class Chooser:
             else:
                 # KV comes from rounds only. Most of a long list waits, and the engine need not be called for it.
                 residency, tokens, target_blocks, draft_blocks = Residency.NONE, prompt + emitted, 0, 0
-            # No round goes beyond max_tokens, so near its end a request needs less room than a whole draft.
+            # Near its end a request may need less room than for a whole draft.
             longest = prompt + held.spec.max_tokens + beyond
             if tokens > longest:
                 tokens = max(1, longest)
