@@ -350,6 +350,7 @@ class SchedulerLink:
                     f"{', '.join(map(str, PROTOCOL_VERSIONS))}."
                 )
             )
+            return
         self._version, self._lists = version, AssignedList()
         self.leader_epoch = reply.leader_epoch
         self.connected = True

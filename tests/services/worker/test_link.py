@@ -319,6 +319,16 @@ async def test_a_refusal_ends_the_worker_with_its_sentence() -> None:
                 await w.left()
 
 
+async def test_a_protocol_version_that_it_does_not_have_ends_the_worker_before_it_is_ready() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with scheduler() as s, worker(s.address) as w:
+            await s.greet(version=99)
+            with pytest.raises(StartupError, match="chose protocol version 99; this worker supports 2, 1"):
+                await w.left()
+
+    assert "greeted" not in [line["event"] for line in logs]
+
+
 async def test_a_worker_that_is_refused_for_now_dials_until_it_is_accepted() -> None:
     async with scheduler() as s:
         s.refused = pb.WorkerRefused(
