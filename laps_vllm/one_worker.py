@@ -1,9 +1,9 @@
 """The scheduling core and `choose` for one engine in the same process: no network, no record.
 
 The caller reports arrivals, ends and steps, and gets the requests of each step. One step of the engine is one
-round of the only worker that the core knows. With many slots, or fewer requests than slots, the core receives steps
-merged (`MergedSteps`), and arrivals and ends with them; at once where a place is free. A choice is repeated while nothing that it
-depends on has changed. Why: docs/decisions/0032.
+round of the only worker that the core knows. With many slots, or where all requests fit in a step, the core
+receives steps merged (`MergedSteps`), and arrivals and ends with them; at once where a place is free. A choice
+is repeated while nothing that it depends on has changed. Why: docs/decisions/0032.
 
 Invariants
   * Standard library only, and no clock: equal calls at equal times give equal choices.
@@ -130,8 +130,8 @@ class OneWorker:
         return self._chosen(candidates, state)
 
     def _is_due(self) -> bool:
-        """Return whether the core decides before the next choice. Where all requests fit in a step, no rank decides who
-        runs, so newer ranks change nothing.
+        """Return whether the core decides before the next choice. Where all requests fit in a step, no rank
+        decides who runs, so newer ranks change nothing.
         """
         if len(self._unfinished) <= self.facts.slots:
             return bool(self._events) or self._unreported.count >= MOST_REPORT_STEPS

@@ -120,7 +120,7 @@ def deciding(path: Path) -> Iterator[str]:
     )
     yield (
         "Requests bring the words of their prompts, from which the core predicts lengths. This machine was slow: a day before, without words and on a faster one, a report took 0.18 to 0.35 ms "
-        "in the median, and 1.13 times the shortest queue's at most. Bytes are of all requests that joined lists while the queue was filled, divided by the number of these requests."
+        "in the median, and 1.13 times the shortest queue's at most. Bytes are per request that arrived while the queue was filled; with many workers and a short queue most of these joined lists."
     )
     yield ""
     met = sum(row["median_ms"] <= GOAL_MS and row["ratio_shortest"] <= GOAL_GROWTH for row in core)

@@ -95,7 +95,9 @@ def _filled_in(
     model: ModelFiles,
     fallback_seed: int,
 ) -> inference_pb2.SamplingParams:
-    """Return sampling parameters with the defaults of the model and the gateway; `left`: tokens after the prompt."""
+    """Return sampling parameters with the defaults of the model and the gateway. `left`: tokens that fit after
+    the prompt. Raises InvalidArgument.
+    """
     filled_in = inference_pb2.SamplingParams(
         max_tokens=min(left, settings.default_max_tokens, settings.max_output_tokens),
         temperature=1.0,

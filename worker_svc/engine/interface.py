@@ -201,8 +201,8 @@ class Capacity:
 
     @property
     def last_growth(self) -> int:
-        """The same at the end of a request: a draft does not go beyond max_tokens, unless a round is in flight, whose
-        tokens are not known when the draft is made.
+        """The same at the end of a request: a draft does not go beyond max_tokens, unless a round is in flight,
+        whose tokens are not known when the draft is made.
         """
         return self.growth if self.lag else 1 + self.lookahead
 
