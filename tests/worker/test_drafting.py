@@ -450,6 +450,34 @@ def test_the_first_draft_step_counts_by_what_it_reads() -> None:
     assert chooser.step(3) == pytest.approx(1.5, rel=0.1)
 
 
+@pytest.mark.parametrize("slots", [1, 8])
+@pytest.mark.parametrize("prompt", [4, 12, 100])
+@pytest.mark.parametrize("reading", [0.3, 1.0])
+def test_the_costs_of_draft_steps_stay_true_over_thousands_of_requests(
+    slots: int, prompt: int, reading: float
+) -> None:
+    """Requests of eight rounds begin by reading a prompt, of which a row takes `reading` of the usual time. What is
+    learned from the sum of the times of all steps divides it as it is divided."""
+
+    def seconds(rows: int) -> float:
+        usual = 2 * slots
+        return 16.0 + 4.0 * min(rows, usual) + reading * 4.0 * max(0, rows - usual)
+
+    counts = [1, 2] if slots == 1 else [1, 2, 4, 8, 16]
+    chooser = lengths_for(
+        plain=CostTable([1, 9 * slots], [500.0, 1300.0]), step=CostTable(counts, [seconds(c) for c in counts])
+    )
+    rng = random.Random(0)
+    for _ in range(10_000):
+        begins = [rng.random() < 1 / 8 for _ in range(slots)]
+        read = sum(prompt if one else 2 if rng.random() < 0.9 else 1 for one in begins)
+        draft_s = (seconds(read) + 5 * seconds(slots)) * rng.lognormvariate(0, 0.1)
+        chooser.observe_costs(7 * slots, chooser.drafted(7 * slots), [slots] * 6, draft_s, read=read)
+
+    for rows in (slots, 2 * slots):
+        assert chooser.step(rows) == pytest.approx(seconds(rows), rel=0.25)
+
+
 def test_what_longer_contexts_cost_is_not_taken_for_the_rows() -> None:
     """Few rows in long contexts, many in short ones: the same seconds, and the points stay where they were."""
     table = CostTable([1, 11], [1.0, 2.0], key_s=0.001)

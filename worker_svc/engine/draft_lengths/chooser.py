@@ -374,19 +374,27 @@ class DraftLengths:
             self.step.drift(slower)
             return
         first, later = steps[0], steps[1:]
-        expected = [self.step(read, keys), *(self.step(going, keys * going / first) for going in later)]
-        # The division of the time is not known: the first step and the others are assumed to deviate by the
-        # same factor as all together.
-        factor = draft_s / sum(expected)
-        self.step.observe(read, expected[0] * factor, keys)
-        if later:
-            mean = round(sum(later) / len(later))
-            context = keys * mean / first
-            self.step.observe(mean, self.step(mean, context) * factor, context)
+        first_s = self.step(read, keys)
+        later_s = sum([self.step(going, keys * going / first) for going in later])
+        if read > self.step.counts[-1] or draft_s <= 0:
+            # A prompt, whose reading takes another time than the table continues with; or a clock that stood still.
+            self.step.drift(slower)
+        else:
+            # The division of the time is not known. Of the deviation each part takes its share of the time:
+            # with equal parts, an expectation that is too long for the first step and too short for the others
+            # would stay so.
+            deviation, share = draft_s / (first_s + later_s) - 1.0, first_s / (first_s + later_s)
+            deviation /= share**2 + (1.0 - share) ** 2
+            self.step.observe(read, first_s * (1.0 + deviation * share), keys)
+            if later:
+                mean = round(sum(later) / len(later))
+                context = keys * mean / first
+                expected_s = self.step(mean, context)
+                self.step.observe(mean, expected_s * (1.0 + deviation * (1.0 - share)), context)
         if not self._depth:
             # Only probes drafted.
             plain_s = self.plain(rows - sum(steps), keys)
-            draft_s = min(draft_s, LONGEST_STEPS * sum(expected))
+            draft_s = min(draft_s, LONGEST_STEPS * (first_s + later_s))
             extra_s = draft_s + max(0.0, self.drafted(rows, keys) - plain_s)
             self._count_probe(-extra_s / plain_s)
 
