@@ -1,27 +1,30 @@
-"""Writes docs/evidence.md, its figures and the figures of engines in README.md from what `laps-sd bench policy`, `serve`, `control`, `engine`, `vllm`
-and `gateway` wrote with `--json`: no figure in them is typed by hand.
+"""Writes docs/evidence.md, the pages in docs/evidence, their figures, and the figures of engines in README.md
+from what the benchmarks wrote with `--json`: no figure in them is typed by hand.
 
-    python -m bench.evidence                  # page and figures from the newest bench/results/*-policy.json, *-serve.json, …
+    python -m bench.evidence                  # pages and figures from the newest bench/results/*-policy.json, *-serve.json, …
     python -m bench.evidence --results FILE   # from another one
-    python -m bench.evidence --check          # write nothing; exit 1 when the page is out of date
+    python -m bench.evidence --check          # write nothing; exit 1 when a page is out of date
 
-The figures need matplotlib (`pip install 'laps-sd[bench]'`), the page does not.
+The figures need matplotlib (`pip install 'laps-sd[bench]'`), the pages do not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from bench._evidence import in_short
 from bench._evidence.engine_table import engine_table
 from bench._evidence.engines import engine, engine_again, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
 from bench._evidence.gpu import on_gpu
-from bench._evidence.head import Section, head
+from bench._evidence.head import GENERATED, PRESENT_PAIR_SINCE, anchor, compared_orders
 from bench._evidence.multi_turn import conversing
 from bench._evidence.placement import placed
 from bench._evidence.readme import with_figures
@@ -30,50 +33,196 @@ from bench._evidence.scope import data, limits, paper
 from bench._evidence.services import carried, deciding, policy_rows, served
 from bench._evidence.vllm import inside_vllm
 from bench._evidence.vllm_on_gpu import vllm_on_gpu
+from bench._markdown import table
 from bench.figures import draw_overview, draw_regime, ratios
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "evidence.md"
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-FIGURES = ROOT / "docs" / "figures"
-MEASURED = {
-    "placement": (placed, "simulated workers; SGLang's and Dynamo's placements in the same simulator"),
-    "multi-turn": (conversing, "the system's processes with the demo pair, on a CPU"),
-    "serve": (served, "the system's processes with the demo pair, on a CPU; beside it the simulator"),
-    "control": (deciding, "scheduler and record; the workers' rounds are synthetic"),
-    "engine": (engine, "engines alone with the demo pair, on one thread of a CPU"),
-    "engine-again": (engine_again, "engines alone with the demo pair, on one thread of a CPU"),
-    "memory-bound": (memory_bound, "engines alone with a larger pair of random weights, on a CPU"),
-    "engine-table": (engine_table, "engines alone with a model of 0.5 B random weights, on a CPU"),
-    "engine-on-gpu": (on_gpu, "the worker's own engine with random weights, on one H100"),
-    "vllm": (inside_vllm, "vLLM with the demo pair, on a CPU"),
-    "vllm-on-gpu": (vllm_on_gpu, "vLLM with an 8B model of random weights, on one H100"),
-    "gateway": (carried, "a gateway; the scheduler's messages are synthetic"),
+FIGURES = DOCS / "figures"
+ENTRY = "evidence.md"
+
+
+class Section(NamedTuple):
+    """A section on what a benchmark measured."""
+
+    title: str
+    what: str
+    """What ran."""
+    write: Callable[[Path], Iterator[str]]
+    in_short: Callable[[Path], Iterator[str]]
+
+
+PAGES: dict[str, tuple[str, dict[str, Section]]] = {
+    "evidence/placement.md": (
+        "Placement of requests",
+        {
+            "placement": Section(
+                "Placement by what is cached",
+                "simulated workers; SGLang's and Dynamo's placements in the same simulator",
+                placed,
+                in_short.placement,
+            ),
+            "multi-turn": Section(
+                "Conversations on the real stack",
+                "the system's processes with the demo pair, on a CPU",
+                conversing,
+                in_short.conversations,
+            ),
+        },
+    ),
+    "evidence/system.md": (
+        "The whole system",
+        {
+            "serve": Section(
+                "Orders on the real system",
+                "the system's processes with the demo pair, on a CPU; beside it the simulator",
+                served,
+                in_short.served,
+            ),
+            "control": Section(
+                "What decisions cost",
+                "scheduler and record; the workers' rounds are synthetic",
+                deciding,
+                in_short.deciding,
+            ),
+            "gateway": Section(
+                "What a gateway carries",
+                "a gateway; the scheduler's messages are synthetic",
+                carried,
+                in_short.gateway,
+            ),
+        },
+    ),
+    "evidence/engine.md": (
+        "Our own engine",
+        {
+            "engine": Section(
+                "The engine compared with others",
+                "engines alone with the demo pair, on one thread of a CPU",
+                engine,
+                in_short.engine,
+            ),
+            "engine-again": Section(
+                "Speculation compared with plain decoding, again",
+                "engines alone with the demo pair, on one thread of a CPU",
+                engine_again,
+                in_short.engine_again,
+            ),
+            "memory-bound": Section(
+                "Where weights come from memory",
+                "engines alone with a larger pair of random weights, on a CPU",
+                memory_bound,
+                in_short.memory_bound,
+            ),
+            "engine-table": Section(
+                "By precision of the weights and threads",
+                "engines alone with a model of 0.5 B random weights, on a CPU",
+                engine_table,
+                in_short.engine_table,
+            ),
+            "engine-on-gpu": Section(
+                "Our own engine on a GPU",
+                "the worker's own engine with random weights, on one H100",
+                on_gpu,
+                in_short.on_gpu,
+            ),
+        },
+    ),
+    "evidence/vllm.md": (
+        "With vLLM",
+        {
+            "vllm-on-gpu": Section(
+                "Inside vLLM on a GPU",
+                "vLLM with an 8B model of random weights, on one H100",
+                vllm_on_gpu,
+                in_short.vllm_on_gpu,
+            ),
+            "vllm": Section(
+                "Inside one vLLM server",
+                "vLLM with the demo pair, on a CPU",
+                inside_vllm,
+                in_short.inside_vllm,
+            ),
+        },
+    ),
 }
-"""Benchmarks that have a section: the function that writes it, and what ran."""
+"""Title and sections of each page on what was measured, by its path in docs/; the sections by benchmark."""
+MEASURED = tuple(name for _, sections in PAGES.values() for name in sections)
 
 
-def page(results: Results, measured: Mapping[str, Path] | None = None) -> str:
-    """Return the text of docs/evidence.md. `measured` has the results of the benchmarks of `MEASURED`, by
-    name, which have a section each.
+def pages(results: Results, measured: Mapping[str, Path] | None = None) -> dict[str, str]:
+    """Return the text of each page by its path in docs/. `measured` has the newest results of the benchmarks of
+    `MEASURED`, by name.
     """
     measured = measured or {}
-    written = [
-        Section(list(write(measured[name])), what, read_rows(measured[name])[2]["date"])
-        for name, (write, what) in MEASURED.items()
-        if name in measured
+    found = {
+        ENTRY: _page("Evidence: what LAPS-SD gains, and where it gains nothing", _entry(results, measured)),
+        "evidence/orders.md": _page(
+            "Orders, simulated",
+            compared_orders(results), goals(results), against_rivals(results), no_gain(results), tail(results), paper(results),
+        ),
+        "evidence/simulation.md": _page(
+            "Levels, estimates and data of the simulated orders",
+            levels(results), errors_of_estimates(results), data(results), limits(results),
+        ),
+    }  # fmt: skip
+    for name, (title, sections) in PAGES.items():
+        found[name] = _page(
+            title,
+            *(
+                [f"## {section.title}", "", *section.write(measured[benchmark]), ""]
+                for benchmark, section in sections.items()
+                if benchmark in measured
+            ),
+        )
+    return found
+
+
+def _page(title: str, *parts: Iterable[str]) -> str:
+    lines = [GENERATED, f"# {title}", "", *(line for part in parts for line in part)]
+    return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
+
+
+def _entry(results: Results, measured: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the sections by page, each with what ran, when, and what was found, in short."""
+    yield "Each section names the command that repeats it. [bench/README.md](../bench/README.md) describes"
+    yield "the benchmarks."
+    yield ""
+    simulated = ("the scheduling core in the simulator", results.about["date"])
+    rows = [
+        ("[Orders, simulated](evidence/orders.md), their costs, and where they gain nothing", *simulated),
+        ("[Levels, estimates and data of these](evidence/simulation.md)", *simulated),
     ]
-    parts = (
-        head(results, written), goals(results), against_rivals(results), no_gain(results), tail(results), levels(results),
-        errors_of_estimates(results), paper(results), data(results), limits(results), *(section.lines for section in written),
-    )  # fmt: skip
-    lines = [line for part in parts for line in part]
-    text = "\n".join(lines).replace("\n\n\n", "\n\n")
-    return text.rstrip() + "\n"
+    short = ["### [Orders, simulated](evidence/orders.md)", ""]
+    short += [f"- {line}" for line in in_short.orders(results)]
+    older = []
+    for name, (title, sections) in PAGES.items():
+        short += ["", f"### [{title}]({name})", ""]
+        for benchmark, section in sections.items():
+            if benchmark not in measured:
+                continue
+            link = f"[{section.title}]({name}#{anchor(section.title)})"
+            date = read_rows(measured[benchmark])[2]["date"]
+            rows.append((link, section.what, date))
+            sentences = list(section.in_short(measured[benchmark]))
+            if met := re.search(r"\d+ of \d+ goals are met", "\n".join(section.write(measured[benchmark]))):
+                sentences.append(f"{met[0]}.")
+            short.append(f"- *{section.title}.* {' '.join(sentences)}")
+            if "the demo pair" in section.what and date < PRESENT_PAIR_SINCE:
+                older.append(link)
+    yield from table(("section", "what ran", "on"), rows)
+    if older:
+        yield f"Results of the demo pair in {', '.join(older)}"
+        yield (
+            "are of its weights of 2026-11-21, of whose draft tokens fewer were accepted "
+            "(0.60 instead of 0.67 at temperature 0.8)."
+        )
+    yield from ("", "## In short", "", *short)
 
 
 def draw(results: Results, folder: Path, serve: Path | None = None) -> list[Path]:
-    """Draw the figures that the page shows, and delete those of other results."""
+    """Draw the figures that the pages show, and delete those of other results."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("policy-*.svg"):
         old.unlink()
@@ -91,7 +240,7 @@ def draw(results: Results, folder: Path, serve: Path | None = None) -> list[Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the page; return the exit code."""
+    """Write or check the pages; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.evidence",
         description=(__doc__ or ""),
@@ -99,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, help="default: the newest bench/results/*-policy.json")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 when the page is out of date"
+        "--check", action="store_true", help="write nothing; exit 1 when a page is out of date"
     )
     options = parser.parse_args(argv)
     try:
@@ -113,26 +262,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench.evidence: {error}", file=sys.stderr)
         return 2
     measured = {name: path for name in MEASURED if (path := newest(name))}
-    text = page(results, measured)
-    readme = README.read_text(encoding="utf-8")
-    new_readme = with_figures(readme, measured)
+    texts = {DOCS / name: text for name, text in pages(results, measured).items()}
+    texts[README] = with_figures(README.read_text(encoding="utf-8"), measured)
     if options.check:
         stale = [
-            name
-            for name, is_stale in (
-                ("docs/evidence.md", not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text),
-                ("README.md", readme != new_readme),
-            )
-            if is_stale
+            path
+            for path, text in texts.items()
+            if not path.exists() or path.read_text(encoding="utf-8") != text
         ]
-        for name in stale:
-            print(f"{name} is out of date: run python -m bench.evidence", file=sys.stderr)
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is out of date: run python -m bench.evidence", file=sys.stderr)
         return int(bool(stale))
     for path in draw(results, FIGURES, measured.get("serve")):
         print(f"{path} drawn")
-    PAGE.write_text(text, encoding="utf-8")
-    README.write_text(new_readme, encoding="utf-8")
-    print(f"docs/evidence.md written from {results.source}")
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"docs/evidence.md and docs/evidence/ written from {results.source}")
     return 0
 
 

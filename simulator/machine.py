@@ -13,7 +13,7 @@ ENDLESS_BLOCKS = 1 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Costs and capacity of a worker. Times in seconds. The defaults are a 7B-like target with a small draft
-    on one GPU; see docs/evidence.md.
+    on one GPU; see docs/evidence/simulation.md.
 
     A round of B sequences that verifies V tokens (draft tokens, and one more per sequence) with C tokens of
     context in total takes `round_s + sequence_s · B + verified_token_s · V + context_token_s · C`, plus the

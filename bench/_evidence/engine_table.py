@@ -21,7 +21,6 @@ README_MODEL, README_PRECISIONS = "qwen2.5-0.5b", ("bfloat16", "int8", "int4")
 def engine_table(path: Path) -> Iterator[str]:
     """Yield the section on precisions and threads."""
     rows, source, about = read_rows(path)
-    yield from ("### By precision of the weights and threads", "")
     versions = _versions(rows)
     yield f"Without speculation, each engine in a process of its own, in turns; on {about['cpu_name']} with {about['machine_threads']} threads and {about['cpu']}. {source}."
     yield "Tokens per second: of CPU time on one thread, of wall clock on several. In brackets: the speed of ours over it, with its 95 % interval;"
@@ -57,8 +56,16 @@ def in_readme(path: Path) -> Iterator[str]:
     rows, _, about = read_rows(path)
     if README_MODEL not in about["models"]:
         return
+    here = rows_of_readme(rows)
+    yield f"A model of the shape of Qwen2.5-0.5B ({about['models'][README_MODEL]['parameters'] / 1e6:.0f} M weights) on {threads_in_words(here[0]['threads'])} of {about['cpu_name']}, tokens per second"
+    yield "without speculation; in brackets the speed of ours over it ([all figures](docs/evidence/engine.md#by-precision-of-the-weights-and-threads)):"
+    yield from _speeds(here, "weights")
+
+
+def rows_of_readme(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the model that README.md shows, on the most threads that were measured."""
     threads = max(row["threads"] for row in rows if row["not_run"] is None)
-    here = [
+    return [
         row
         for row in rows
         if row["model"] == README_MODEL
@@ -66,9 +73,6 @@ def in_readme(path: Path) -> Iterator[str]:
         and row["comparison"] in README_PRECISIONS
         and (is_ours(row) or row["precision"] != "bfloat16" or row["comparison"] == "bfloat16")
     ]
-    yield f"A model of the shape of Qwen2.5-0.5B ({about['models'][README_MODEL]['parameters'] / 1e6:.0f} M weights) on {threads_in_words(threads)} of {about['cpu_name']}, tokens per second"
-    yield "without speculation; in brackets the speed of ours over it ([all figures](docs/evidence.md#by-precision-of-the-weights-and-threads)):"
-    yield from _speeds(here, "weights")
 
 
 def _speeds(rows: Sequence[Row], title: str) -> Iterator[str]:

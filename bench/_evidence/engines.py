@@ -19,7 +19,6 @@ def engine(path: Path) -> Iterator[str]:
     rows, source, about = read_rows(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
     cpu = f", on a CPU with {about['cpu']}" if "cpu" in about else ""
-    yield from ("## The engine compared with others", "")
     yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
     yield f"equal parts, temperature 0, with up to this number of requests at a time; {versions}{cpu}. {source}."
     yield from _sizes(about)
@@ -46,10 +45,7 @@ def engine_again(path: Path) -> Iterator[str]:
     """
     rows, source, about = read_rows(path)
     batches = ", ".join(str(batch) for batch in sorted({row["batch"] for row in rows}))
-    least = min(
-        (row for row in rows if row["config"] == SPECULATIVE), key=lambda row: float(row["ratio_plain_low"])
-    )
-    yield from ("### Speculation compared with plain decoding, again", "")
+    least = least_gain(rows)
     yield f"Without other engines and with {about['turns']} turns, at batch {batches}, where speculation gains least and a loss shows first. {source}."
     yield ""
     yield from goals_met(
@@ -58,10 +54,15 @@ def engine_again(path: Path) -> Iterator[str]:
     )
 
 
+def least_gain(rows: Sequence[Row]) -> Row:
+    """Return the row in which speculation gains least over plain decoding."""
+    ours = (row for row in rows if row["config"] == SPECULATIVE)
+    return min(ours, key=lambda row: float(row["ratio_plain_low"]))
+
+
 def memory_bound(path: Path) -> Iterator[str]:
     """Yield the same for a pair whose weights are larger than any cache."""
     rows, source, about = read_rows(path)
-    yield from ("### Where weights come from memory", "")
     yield "A pair of random weights, 287 M and 15 M, larger than any cache, as real ones are on a GPU: there a forward of one token takes nearly as long as one of five. The text"
     yield f"is nonsense, and {about['acceptance']:g} of the proposals are accepted by a random draw; peers that cannot do this run without speculation. {about['dtype']}, {about['threads']} thread; tokens per second of CPU"
     yield f"time, temperature 0. {source}."

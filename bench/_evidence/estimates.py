@@ -12,7 +12,7 @@ from bench.figures import named
 
 
 def levels(results: Results) -> Iterator[str]:
-    yield from ("### Levels and perceptibility", "")
+    yield from ("## Levels and perceptibility", "")
     levels = sorted({int(level) for regime in results.regimes for level in results.ours(regime)["level_s"]})
     yield "Share of the machine's time that each level of `laps-sd` carried, and in brackets how many requests ever ran in it (a request falls from"
     yield "level to level as it comes nearer to its end)."
@@ -64,7 +64,7 @@ def levels(results: Results) -> Iterator[str]:
 
 
 def errors_of_estimates(results: Results) -> Iterator[str]:
-    yield from ("### How wrong the estimates are", "")
+    yield from ("## How wrong the estimates are", "")
     yield "Remaining service, in machine seconds: what was charged afterwards divided by the estimate, at arrival, after the first round, when the request"
     yield "became perceptible, and after 32 rounds. *All*: the sums divided, 1 if the mean is right. *p10 … p90*: of the requests. *Error*: the root mean"
     yield "square of the logarithm. The last column is the error of an estimate that knows the class's acceptance only (that of `srpt-length`)."

@@ -17,10 +17,10 @@ from bench.figures import named
 
 
 def goals(results: Results) -> Iterator[str]:
-    yield from ("### Goals", "")
+    yield from ("## Goals", "")
     if results.reduced:
         yield "None were judged: this run changed the regimes (fewer requests, another load …), and goals hold for them as they are in"
-        yield "[bench/regimes](../bench/regimes)."
+        yield "[bench/regimes](../../bench/regimes)."
         yield ""
         return
     met = sum(verdict["met"] for verdict in results.verdicts)
@@ -77,7 +77,7 @@ def against_rivals(results: Results) -> Iterator[str]:
     rivals = [
         rival for rival in RIVALS if rival != OURS and any(results.row(r, rival) for r in results.regimes)
     ]
-    yield from ("### Against each rival", "")
+    yield from ("## Against each rival", "")
     yield "Mean latency of `laps-sd`, divided by that of the rival. A dash means that it did not run there."
     yield from table(
         ("regime", *(f"`{named(rival)}`" for rival in rivals)),
@@ -108,10 +108,10 @@ def against_rivals(results: Results) -> Iterator[str]:
     yield "`laps-sd-paper` is our reading of what is public of the paper's algorithm, *perceived levels* its more favourable reading."
     yield ""
     if len(results.regimes) > 1:
-        yield "![laps-sd by regime, with goals](figures/policy-overview.svg)"
+        yield "![laps-sd by regime, with goals](../figures/policy-overview.svg)"
         yield ""
     for regime in results.figures():
-        yield f"![{results.regimes[regime]['title']}](figures/policy-{regime}.svg)"
+        yield f"![{results.regimes[regime]['title']}](../figures/policy-{regime}.svg)"
         yield ""
     if results.swept:
         yield f"The curves over load ran {share(SWEEP_SHARE)} of the requests of their regime at each load."
@@ -119,7 +119,7 @@ def against_rivals(results: Results) -> Iterator[str]:
 
 
 def no_gain(results: Results) -> Iterator[str]:
-    yield from ("### Where it gains nothing", "")
+    yield from ("## Where it gains nothing", "")
     yield "The strongest rival that knows lengths only (of `srpt-length` and `sjf-length`, as far as they ran) and `fcfs`, in every regime,"
     yield "the largest gain from acceptance first."
     judged: list[tuple[str, str, tuple[float, float, float]]] = []
@@ -160,7 +160,7 @@ def no_gain(results: Results) -> Iterator[str]:
 
 
 def tail(results: Results) -> Iterator[str]:
-    yield from ("### What it costs: the tail", "")
+    yield from ("## What it costs: the tail", "")
     yield "Running short requests first makes the longest wait longer. Ratios to `fcfs` and `srpt-length` of the 99th percentile of latency and of the longest time"
     yield "that a request did not run. The reserved share (slots for the oldest requests) bounds it; it is on unless the regime turns it off."
 

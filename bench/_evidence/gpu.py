@@ -18,12 +18,11 @@ def on_gpu(path: Path) -> Iterator[str]:
     rows, source, about = read_rows(path)
     measured = [row for row in rows if row["skipped"] is None]
     met, found = verdict(rows)
-    yield from ("## Our own engine on a GPU", "")
     yield f"{about['device']}, a pair of random weights of the shape `{about['shape']}` in {about['dtype']}, torch {about['torch']}. {source}."
     if beside := about.get("beside"):
         yield f"**It ran beside {beside}**: times are upper bounds."
     yield "The engine runs there, and is not built for it: each layer is a dozen operators of torch, keys and values are gathered before each attention, and no"
-    yield "CUDA graph saves the launches. **On GPUs use [workers over vLLM](how-to/vllm-workers.md).** *Roofline* is what the forwards of a round must take at"
+    yield "CUDA graph saves the launches. **On GPUs use [workers over vLLM](../how-to/vllm-workers.md).** *Roofline* is what the forwards of a round must take at"
     yield "least: their bytes over the bandwidth of the memory, or their operations over the peak rate. *Kernels* is what the forwards keep the GPU busy; the"
     yield "rest of a round it waits. The draft length is chosen by goodput: 0 where a draft's forward takes as long as the target's, since both wait for launches."
     yield "*Transformers* is its `generate`, without a draft."

@@ -25,7 +25,6 @@ def conversing(path: Path) -> Iterator[str]:
     runs = [row for row in rows if not row.get("verdict")]
     goals = [row for row in rows if row.get("verdict")]
     seeds = len({row["seed"] for row in runs})
-    yield from ("### Conversations on the real stack", "")
     yield f"Gateway, scheduler, record and {WORKERS} workers with the demo pair, each a process. {CONVERSATIONS} conversations of {TURNS} turns, each with one of {INSTRUCTIONS} sets of"
     yield f"instructions of {INSTRUCTION_TOKENS} tokens; a turn is sent some seconds after the answer before it, and has the whole conversation in its prompt. {seeds} seeds, each with both"
     yield f"placements. {source}. In brackets: the simulator's figures for the same requests, lengths and rounds."

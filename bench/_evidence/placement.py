@@ -24,10 +24,9 @@ def placed(path: Path) -> Iterator[str]:
     """Yield the section on the regimes of caches."""
     results = Results(path)
     _, source, _ = read_rows(path)
-    yield from ("## Placement by what is cached", "")
     yield "The production core in virtual time, with workers that have the prefix cache of a real one, and prompts that begin like others:"
     yield "recorded ones (Mooncake), conversations, shared instructions, agents, and for comparison prompts of which nothing repeats."
-    yield f"{source}. The routers of other servers are small files in [simulator/routers](../simulator/routers), each with"
+    yield f"{source}. The routers of other servers are small files in [simulator/routers](../../simulator/routers), each with"
     yield "its source; they serve requests in the order of arrival, as those servers do. *Hits* is the share of prompt tokens that"
     yield "were found in a cache, and in brackets that of one cache with the memory of all workers."
     for regime, about in results.regimes.items():

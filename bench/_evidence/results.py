@@ -81,7 +81,7 @@ def read_rows(path: Path) -> tuple[list[Row], str, Row]:
     found = json.loads(path.read_text())
     about = found["about"]
     source = (
-        f"`{about['command']}`, {about['date']} ([results](../bench/results/{path.name}), "
-        "[how it is measured](../bench/README.md))"
+        f"`{about['command']}`, {about['date']} ([results](../../bench/results/{path.name}), "
+        "[how it is measured](../../bench/README.md))"
     )
     return found["rows"], source, about

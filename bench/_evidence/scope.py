@@ -23,15 +23,15 @@ ORIGINS = {
     "acceptance/per_step.jsonl.gz": "logs of the Spec-Bench harness (yukiki-jc, BNukhkadiev, BrodskaiaIrina) and of REST: tokens of "
     "each verification step, greedy, batch 1; Apache-2.0",
     "lengths/alpaca_eval_derived.jsonl.gz": "alpaca_eval: prompts, and lengths of the answers of chat models; CC BY-NC",
-    "lengths/prompts.jsonl.gz": "prompts and lengths of answers of the sources that [prompts.toml](../bench/regimes/prompts.toml) names; "
-    "[origin and licence](lengths.md#where-the-start-weights-come-from) of all but HaluEval",
+    "lengths/prompts.jsonl.gz": "prompts and lengths of answers of the sources that [prompts.toml](../../bench/regimes/prompts.toml) names; "
+    "[origin and licence](../lengths.md#where-the-start-weights-come-from) of all but HaluEval",
     "prompts/mbpp.jsonl.gz": "MBPP (Austin et al., 2021): characters of the reference programs; CC BY 4.0",
 }
 """Recordings that regimes use."""
 
 
 def paper(results: Results) -> Iterator[str]:
-    yield from (f"### The paper's {PAPER_CLAIM}", "")
+    yield from (f"## The paper's {PAPER_CLAIM}", "")
     yield f"LAPS-SD is the policy of {PAPER}, which reports about {PAPER_CLAIM} lower mean latency than state-of-the-art scheduling. We know of the paper what is"
     yield "public about it, partly at second hand. Number and thresholds of its levels, the rule of demotion, the test of stability, its predictors, its"
     yield "baselines by name, its figures by data set and its code are not public. `laps-sd-paper` is a reconstruction in which each gap is our choice, and"
@@ -57,8 +57,8 @@ def paper(results: Results) -> Iterator[str]:
 
 
 def data(results: Results) -> Iterator[str]:
-    yield from ("### On what data", "")
-    yield "Every regime is a file of [bench/regimes](../bench/regimes). *After 1200*: the scheduler has learned from 1,200 other requests of the regime before the"
+    yield from ("## On what data", "")
+    yield "Every regime is a file of [bench/regimes](../../bench/regimes). *After 1200*: the scheduler has learned from 1,200 other requests of the regime before the"
     yield "first one arrives; elsewhere it begins with nothing."
     rows = []
     files: set[str] = set()
@@ -120,7 +120,7 @@ def _costs(regime: Row) -> dict[str, float]:
 
 
 def limits(results: Results) -> Iterator[str]:
-    yield from ("### Limits of the simulation", "")
+    yield from ("## Limits of the simulation", "")
     yield from (
         "- The cost of a round is the formula above, with a fixed draft length. Real workers choose a new draft length for each round, and their",
         "  times scatter.",
@@ -131,12 +131,12 @@ def limits(results: Results) -> Iterator[str]:
         "- `σ` errors of a length prediction are independent of everything else. Real predictors are worse than σ 0.3 and err in ways that depend on",
         "  the request: the recorded classifier and the words of prompts are the only real ones here.",
         "- The predictor of the `prompts` regimes begins with start weights that were fitted to sources of most of these prompts",
-        "  ([how much](lengths.md#how-good-it-is)).",
+        "  ([how much](../lengths.md#how-good-it-is)).",
         "- Hints and recorded predictions are made once, at arrival. No request is cancelled, no worker fails, no prompt shares a prefix with another.",
         "- A regime is stationary (but for bursts). The cost of learning is in the figures, except in the regimes that begin *after 1200* requests.",
         "- Intervals are over seeds of the same regime. They do not cover other regimes.",
         "",
         "That the simulator itself is right is tested: FCFS against the recursion of Lindley and the formula of Pollaczek and Khinchine, the oracle against",
-        "exact SRPT, conservation of work for each policy, the same commands for the same jobs ([tests/sim](../tests/sim)).",
+        "exact SRPT, conservation of work for each policy, the same commands for the same jobs ([tests/sim](../../tests/sim)).",
         "",
     )

@@ -26,13 +26,12 @@ def served(path: Path) -> Iterator[str]:
     policies = policy_rows(rows)
     goals = [{"hints": "0.3", **row} for row in rows if row.get("verdict")]
     lengths = [row for row in rows if row.get("lengths")]
-    yield from ("## The same on the real system", "")
     yield "Gateway, scheduler, record and one worker with the demo pair, each a process; an open loop of requests through the public gRPC API, the"
     yield f"same for every policy of a seed. {source}."
     yield "Ratios of mean latencies, paired by seed; *simulated* is the simulator's result for the same arrivals, lengths and rounds."
     yield "*Hints* is the error σ of ln(length) of the hints that the requests bring; with *none* they bring neither a hint nor a class."
     yield "*Slowdown* is the mean of latency over the time that the request takes alone. Each run begins with what a warm-up of other requests has taught"
-    yield "([how many, and why the worker has one slot and rounds of 15 ms](../bench/README.md#serve))."
+    yield "([how many, and why the worker has one slot and rounds of 15 ms](../../bench/README.md#serve))."
     if lengths:
         yield from _lengths(lengths)
     for scenario in dict.fromkeys(row["config"] for row in policies):
@@ -52,7 +51,7 @@ def served(path: Path) -> Iterator[str]:
                 if row["config"] == scenario and "mean_s" in row
             ),
         )  # fmt: skip
-    yield from ("![measured and simulated ratios to fcfs](figures/serve.svg)", "")
+    yield from ("![measured and simulated ratios to fcfs](../figures/serve.svg)", "")
     missed = [row for row in goals if not row["met"]]
     yield f"{len(goals) - len(missed)} of {len(goals)} goals are met" + (". Missed:" if missed else ".")
     yield ""
@@ -101,7 +100,6 @@ def deciding(path: Path) -> Iterator[str]:
     rows, source, _ = read_rows(path)
     core = [row for row in rows if "median_ms" in row]
     whole = [row for row in rows if "cpu_ms_per_report" in row]
-    yield from ("## What decisions cost", "")
     how = "compiled as in the scheduler's image" if core[0]["compiled"] else "not compiled"
     yield f"One report of {core[0]['slots']} requests through the core of the scheduler, {how}, which orders and answers it. {source}."
     yield from table(
@@ -123,9 +121,8 @@ def deciding(path: Path) -> Iterator[str]:
         "in the median, and 1.13 times the shortest queue's at most. Bytes are per request that arrived while the queue was filled; with many workers and a short queue most of these joined lists."
     )
     yield ""
-    met = sum(row["median_ms"] <= GOAL_MS and row["ratio_shortest"] <= GOAL_GROWTH for row in core)
     yield (
-        f"The goals are {GOAL_MS:g} ms in the median, and {GOAL_GROWTH:g} times the shortest queue's at most: {met} of {len(core)} rows meet both."
+        f"The goals are {GOAL_MS:g} ms in the median, and {GOAL_GROWTH:g} times the shortest queue's at most: {meeting_goals(core)} of {len(core)} rows meet both."
     )
     yield ""
     for row in whole:
@@ -141,6 +138,11 @@ def deciding(path: Path) -> Iterator[str]:
     yield ""
     if synthetic := [row for row in rows if "carried_share" in row]:
         yield from _workers_carried(synthetic)
+
+
+def meeting_goals(core: Sequence[Row]) -> int:
+    """Return how many rows of the core meet both goals."""
+    return sum(row["median_ms"] <= GOAL_MS and row["ratio_shortest"] <= GOAL_GROWTH for row in core)
 
 
 def _workers_carried(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -188,7 +190,6 @@ def carried(path: Path) -> Iterator[str]:
     from bench.gateway import GOAL_MESSAGES_PER_CPU_S, GOAL_P99_S
 
     rows, source, _ = read_rows(path)
-    yield from ("## What a gateway carries", "")
     yield f"One gateway process, tokens delivered at a steady rate, about three in a message. {source}."
     yield from table(
         ("streams", "messages per second", "of its CPU", "messages per CPU second", "added delay p50", "p99"),

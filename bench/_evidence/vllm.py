@@ -36,8 +36,7 @@ BOUNDS = (
 def inside_vllm(path: Path) -> Iterator[str]:
     """Yield the section on LAPS-SD inside one vLLM server, compared with vLLM's own schedulers."""
     rows, source, about = read_rows(path)
-    yield from ("## Inside one vLLM server", "")
-    yield f"LAPS-SD as the scheduler class of vLLM {about['vllm']} ([how to](vllm.md)), the demo pair as target and draft, {about['slots']} requests in a step, temperature 0, {about['tokens']} tokens"
+    yield f"LAPS-SD as the scheduler class of vLLM {about['vllm']} ([how to](../vllm.md)), the demo pair as target and draft, {about['slots']} requests in a step, temperature 0, {about['tokens']} tokens"
     yield "at most; the same requests in turn under vLLM's own schedulers. Guesses are the true lengths times exp(σ z), σ 0.5; *learnt before* starts with what an earlier"
     yield f"burst taught. {source}." + (f" {about['machine']}" if "machine" in about else "")
     yield ""

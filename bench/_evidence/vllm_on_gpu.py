@@ -19,7 +19,7 @@ COMPUTED = "vllm-computed"
 FINDINGS = (
     "- *Without any hint a burst has 0.85 and 0.91 of FCFS's mean latency*, the first one 0.78 in the run before, and 0.72 in both runs once 600 other requests have been served. At load 1.2 it has 0.69 and 0.72.",
     "  With equal times for all orders the two bursts would have 0.82 and 0.87, and before the exact learning 0.84 in the mean of six: the steps with prompts of these two runs took 13.6 to 13.8 ms, those of FCFS 9.6 to 10.6.",
-    "  Lengths are predicted from the first request on, by start weights ([decision 0056](decisions/0056-prompts-are-read-as-words-inside-vllm.md)). Three of the four sources of these requests are among those that the start weights were fitted to;",
+    "  Lengths are predicted from the first request on, by start weights ([decision 0056](../decisions/0056-prompts-are-read-as-words-inside-vllm.md)). Three of the four sources of these requests are among those that the start weights were fitted to;",
     "  a source that they have not seen is below.",
     "- *With guesses it gains what the order can gain, and more than vLLM's priority policy does with them*: 0.62 to 0.71 of FCFS's mean in the bursts beside 0.71 to 0.79, and beside 0.60 to 0.73 for vLLM's priority by the true lengths.",
     "  It joins requests to a full step together, so fewer steps compute prompts. With a class it has 0.65 to 0.73, at load 1.2 0.62 and 0.72.",
@@ -54,9 +54,8 @@ def vllm_on_gpu(path: Path) -> Iterator[str]:
     """Yield the section: the measured runs and what was computed for them, an earlier burst, the worker and the tests."""
     rows, source, about = read_rows(path)
     measured = [row for row in rows if row["measured"] == "shape"]
-    yield from ("## Inside vLLM on a GPU", "")
     yield f"{about['machine']} vLLM {about['vllm']}, its second model runner, async scheduling, an {about['shape']['shape'].upper()} shape in {about['shape']['dtype']} with weights at random and vLLM's default compilation:"
-    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, on another machine of that kind, before the exact learning from the first 128 requests ([decision 0035](decisions/0035-lengths-are-learned-from-hashed-words.md))."
+    yield f"{_setting(measured, about['shape'])} {source}. *Before*: `{about['before_command']}`, {about['before_date']}, on another machine of that kind, before the exact learning from the first 128 requests ([decision 0035](../decisions/0035-lengths-are-learned-from-hashed-words.md))."
     yield ""
     computed = newest(COMPUTED)
     cells = [] if computed is None else [row for row in read_rows(computed)[0] if row["computed"] == "cell"]
@@ -229,7 +228,7 @@ def _where_an_order_gains(cells: Sequence[Row], about: Row) -> Iterator[str]:
     yield "Mean latency over FCFS's with half the width of its 95 % interval, and the same for p99 in brackets, paired by seed. A burst arrives within 2 s."
     yield f"*Slow*: C is {about['slow_mixed_ms']:g} ms, as without torch.compile; *fast*: {about['fast_mixed_ms']:g} ms, as with it. Bold: all of the interval is below 1; italic: above."
     yield "*One unseen kind*: user queries of a source that the start weights have not seen."
-    yield "Requests join a full step together ([decision 0054](decisions/0054-requests-join-a-full-step-together.md)), as in the measured runs."
+    yield "Requests join a full step together ([decision 0054](../decisions/0054-requests-join-a-full-step-together.md)), as in the measured runs."
     names = list(dict.fromkeys(row["setting"] for row in cells))
     modes = [mode.name for mode in ON_SHAPE[1:]]
     yield from table(

@@ -1,4 +1,4 @@
-"""docs/evidence.md reports the results, the unfavourable ones too, and the figures are drawn from the same
+"""docs/evidence.md and docs/evidence report the results, the unfavourable ones too, and the figures are drawn from the same
 results."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench._evidence.vllm import inside_vllm
 from bench._vllm.modes import CLASS, GUESS, NO_HINT
 from bench._vllm.modes import FCFS as FCFS_IN_VLLM
 from bench._vllm.workers import COUPLED, OWN, PLAIN
-from bench.evidence import FIGURES, MEASURED, PAGE, README, draw, main, page
+from bench.evidence import DOCS, FIGURES, MEASURED, README, draw, main, pages
 from bench.figures import draw_regime
 from bench.policy import main as bench_policy
 
@@ -62,21 +62,28 @@ def changed(path, folder, change):
             change(row)
     other = folder / path.name
     other.write_text(json.dumps(results))
-    return page(Results(other))
+    return orders(Results(other))
+
+
+def orders(results):
+    return pages(results)["evidence/orders.md"]
 
 
 def section(text, title):
     return text.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def test_the_page_is_what_its_results_say():
-    text = page(Results(newest("policy")), {name: path for name in MEASURED if (path := newest(name))})
+def test_the_pages_are_what_their_results_say():
+    texts = pages(Results(newest("policy")), {name: path for name in MEASURED if (path := newest(name))})
 
-    assert PAGE.read_text(encoding="utf-8") == text, "run python -m bench.evidence"
+    for name, text in texts.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == text, "run python -m bench.evidence"
+    assert {f"evidence/{path.name}" for path in DOCS.glob("evidence/*")} == set(texts) - {"evidence.md"}
 
 
-def test_the_figures_of_the_page_are_drawn_from_its_results():
-    shown = re.findall(r"\(figures/((\w+)[\w-]*\.svg)\)", PAGE.read_text(encoding="utf-8"))
+def test_the_figures_of_the_pages_are_drawn_from_their_results():
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("evidence/*.md"))
+    shown = re.findall(r"\(\.\./figures/((\w+)[\w-]*\.svg)\)", text)
     assert shown
     assert {path.name for path in FIGURES.glob("policy-*.svg")} == {
         n for n, kind in shown if kind == "policy"
@@ -88,7 +95,9 @@ def test_the_figures_of_the_page_are_drawn_from_its_results():
 
 def test_a_page_that_is_out_of_date_fails_the_check(found, capsys):
     assert main(["--check", "--results", str(found)]) == 1
-    assert "docs/evidence.md is out of date: run python -m bench.evidence" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for name in ("evidence.md", "evidence/orders.md"):
+        assert f"docs/{name} is out of date: run python -m bench.evidence" in said
 
 
 def test_results_that_are_not_there_are_named(tmp_path, capsys):
@@ -97,7 +106,7 @@ def test_results_that_are_not_there_are_named(tmp_path, capsys):
 
 
 def test_a_changed_regime_is_called_a_reduced_run_without_goals(found):
-    text = page(Results(found))
+    text = orders(Results(found))
 
     assert "None were judged" in section(text, "Goals")
     assert "**This is a reduced run" in text
@@ -109,7 +118,7 @@ def test_goals_are_told_met_and_missed(tmp_path):
 
     assert bench_policy(["--regime", str(tmp_path / "small.toml"), "--seeds", "2", "--json", str(path)]) == 1
 
-    goals = section(page(Results(path)), "Goals")
+    goals = section(orders(Results(path)), "Goals")
     assert "3 of 4 are met" in goals
     assert re.search(r"fcfs ≤ 0\.01 \| [\d., \[\]]+ \| \*\*missed\*\* \| no \|", goals)
     assert re.search(r"fcfs ≤ 9\.00 \| [\d., \[\]]+ \| met \| (yes|no) \|", goals)
@@ -130,17 +139,35 @@ def test_a_gain_and_a_loss_are_told_alike(found, tmp_path):
     assert "- It loses: `small`" in against(1.2)
 
 
-def test_a_table_links_each_section_on_what_was_measured_with_what_ran_and_when(found, tmp_path):
+def test_the_entry_links_each_section_on_what_was_measured_with_what_ran_and_when(found, tmp_path):
     rows = [{"config": "grpc", "messages_per_s": 1, "tokens_per_message": 3, "delay_p50_s": 0.1, "delay_p99_s": 0.2, "gateway_cpu_share": 0.5, "messages_per_cpu_s": 2, "deliveries_per_cpu_s": 2}]  # fmt: skip
-    text = page(Results(found), {"gateway": results_of(tmp_path, "gateway", rows, date="2026-01-03")})
-    line = "| [What a gateway carries](#what-a-gateway-carries) | a gateway; the scheduler's messages are synthetic | 2026-01-03 |"
-    assert line in text
-    assert "\n## What a gateway carries\n" in text
+    texts = pages(Results(found), {"gateway": results_of(tmp_path, "gateway", rows, date="2026-01-03")})
+    line = "| [What a gateway carries](evidence/system.md#what-a-gateway-carries) | a gateway; the scheduler's messages are synthetic | 2026-01-03 |"
+    assert line in texts["evidence.md"]
+    assert (
+        "- *What a gateway carries.* Messages per second of one process: grpc 1 with 50% of a core"
+        in texts["evidence.md"]
+    )
+    assert "\n## What a gateway carries\n" in texts["evidence/system.md"]
+
+
+def test_the_entry_names_what_was_measured_with_earlier_weights_of_the_demo_pair(found, tmp_path):
+    def entry(date):
+        again = results_of(tmp_path, "engine-again", again_rows(), date=date, dtype="float32", turns=7)
+        return pages(Results(found), {"engine-again": again})["evidence.md"]
+
+    named = "Results of the demo pair in [Speculation compared with plain decoding, again]"
+    assert named in entry("2026-11-25")
+    assert named not in entry("2026-11-26")
+    found_least = (
+        "over plain decoding: 0.98 [0.96, 1.01], for *prose* at temperature 0.8. 4 of 5 goals are met."
+    )
+    assert found_least in entry("2026-11-26")
 
 
 def test_every_figure_of_every_rival_is_on_the_page(found):
     results = Results(found)
-    text = page(results)
+    text = orders(results)
 
     for regime in results.regimes:
         for ratio in results.ours(regime)["ratios"].values():
@@ -150,7 +177,7 @@ def test_every_figure_of_every_rival_is_on_the_page(found):
 
 
 def test_the_data_of_a_regime_name_the_predictions_of_its_tenants_and_what_was_learned_before():
-    text = page(Results(newest("policy")))
+    text = pages(Results(newest("policy")))["evidence/simulation.md"]
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", section(text, "On what data"), re.MULTILINE))
 
     assert rows["chat"].endswith("| σ 0.3")
@@ -161,7 +188,7 @@ def test_the_data_of_a_regime_name_the_predictions_of_its_tenants_and_what_was_l
 
 
 def test_the_paper_is_never_said_to_have_found_what_was_found_here(found):
-    paper = section(page(Results(found)), "The paper's 39 %")
+    paper = section(orders(Results(found)), "The paper's 39 %")
 
     assert "No figure on this page is the paper's" in paper
     assert "second hand" in paper
@@ -299,7 +326,9 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     assert "| 48 | 960 | 100.0% | 2.0 | 4.0 | 120.0 | 2.25 | 0.30 |" in text
 
 
-def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
+def again_rows():
+    """Return results of our engine alone, whose least gain is that of prose at temperature 0.8."""
+
     def row(kind, temperature, plain):
         found = {
             "config": "ours, speculative",
@@ -310,7 +339,7 @@ def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
         }
         return found | dict(zip(("ratio_plain", "ratio_plain_low", "ratio_plain_high"), plain, strict=True))
 
-    rows = [
+    return [
         row("mixed", "both", (1.1, 1.05, 1.15)),
         row("sort", 0.0, (0.98, 0.975, 0.99)),
         row("prose", 0.8, (0.985, 0.96, 1.01)),
@@ -323,8 +352,11 @@ def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
             "ratio_plain": None,
         },
     ]
+
+
+def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
     about = {"dtype": "float32", "acceptance": None, "turns": 7}
-    text = "\n".join(engine_again(results_of(tmp_path, "engine-again", rows, **about)))
+    text = "\n".join(engine_again(results_of(tmp_path, "engine-again", again_rows(), **about)))
     assert "with 7 turns, at batch 16" in text
     assert "The least: 0.98 [0.96, 1.01] for *prose* at temperature 0.8. Missed:" in text
     assert "4 of 5 goals are met" in text
