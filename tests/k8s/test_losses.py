@@ -1,4 +1,4 @@
-"""An upgrade that would leave requests behind is refused with a sentence, unless its values accept it by name.
+"""An upgrade that would leave requests behind or could not end is refused with a sentence, unless its values accept it by name.
 
 The objects of the release before are in an API server without schemas: an upgrade that is not refused ends after it was
 rendered.
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.k8s.api_server import ApiServer
-from tests.k8s.conftest import MATRIX
+from tests.k8s.conftest import GPU_POOL, MATRIX
 from tests.k8s.helm import Refused
 from tests.k8s.operator_process import kubeconfig_of
 
@@ -26,6 +26,21 @@ URL: dict[str, Any] = {
     "redis": {"bundled": {"enabled": False}, "external": {"url": "redis://one.example:6379/0"}}
 }
 SECRET: dict[str, Any] = {"redis": {"bundled": {"enabled": False}, "external": {"existingSecret": "redis"}}}
+GPUS: dict[str, Any] = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+
+
+def vllm_pool(*, args: dict[str, Any] | None = None, **workers: Any) -> dict[str, Any]:
+    """Return values with a pool over vLLM that has these arguments of vLLM and values of its workers."""
+    found = {"engine": "vllm", "vllmArgs": args or {}, "resources": {"limits": {"nvidia.com/gpu": 1}}}
+    pool = {"name": "big", "model": "m", "target": {"path": "m"}, "modelVolume": {"emptyDir": {}}}
+    return {"pools": [pool | {"workers": found | workers}]}
+
+
+def gpu_pool(*, target: dict[str, Any] | None = None, **workers: Any) -> dict[str, Any]:
+    """Return values with a pool of our own engine that has a worker, with this target and these values."""
+    pool = GPU_POOL | {"target": GPU_POOL["target"] | (target or {})}
+    more = {"replicas": 1, "autoscaling": {"keda": "off"}}
+    return {"pools": [pool | {"workers": GPU_POOL["workers"] | more | workers}]}
 
 
 @pytest.fixture
@@ -132,3 +147,73 @@ def test_a_name_that_would_be_cut_off_is_refused(upgrade: Any) -> None:
 
     assert '"a-release-of-a-long-name-laps-sd", is longer than 22 characters' in refusal
     assert 'For a release that exists already it is "a-release-of-a-long-na"' in refusal
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        pytest.param(
+            gpu_pool(),
+            gpu_pool(target={"revision": "v2"}),
+            "LAPS_SD_TARGET from /models/meta-llama--Llama-3.1-8B-Instruct-main"
+            " to /models/meta-llama--Llama-3.1-8B-Instruct-v2",
+            id="another revision of the target",
+        ),
+        pytest.param(
+            gpu_pool(),
+            gpu_pool(settings={"dtype": "float32"}),
+            "LAPS_SD_DTYPE from bfloat16 to float32",
+            id="another dtype",
+        ),
+        pytest.param(
+            vllm_pool(),
+            vllm_pool(args={"quantization": "fp8"}),
+            'vllmArgs.quantization from none to "fp8"',
+            id="quantised weights in vLLM",
+        ),
+        pytest.param(
+            vllm_pool(),
+            vllm_pool(**GPUS),
+            "vllmArgs.tensor_parallel_size from 1 to 4",
+            id="more GPUs",
+        ),
+    ],
+)
+def test_a_rolling_update_that_would_stop_at_its_first_pod_is_refused(
+    upgrade: Any, before: dict[str, Any], after: dict[str, Any], change: str
+) -> None:
+    refusal = upgrade(before, after)
+    pool = after["pools"][0]["name"]
+
+    assert f'The workers of pool "{pool}" would get another model pair ({change})' in refusal
+    assert change in upgrade(before, after | {"acceptLosses": ["pair/other"]})
+    assert RENDERED in upgrade(before, after | {"acceptLosses": [f"pair/{pool}"]})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(gpu_pool(replicas=0), gpu_pool(settings={"dtype": "float32"}), id="no worker runs"),
+        pytest.param(
+            gpu_pool(), gpu_pool(settings={"dtype": "bfloat16", "slots": 8}), id="the pair is the same"
+        ),
+        pytest.param(
+            vllm_pool(args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+            vllm_pool(
+                args={
+                    "gpu_memory_utilization": 0.8,
+                    "speculative_config": {
+                        "num_speculative_tokens": 3,
+                        "method": "ngram",
+                        "prompt_lookup_max": 4,
+                    },
+                }
+            ),
+            id="arguments of vLLM that choose no token",
+        ),
+    ],
+)
+def test_workers_that_keep_their_pair_or_are_gone_are_updated(
+    upgrade: Any, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert RENDERED in upgrade(before, after)

@@ -1,4 +1,4 @@
-{{/* Refusals of upgrades that would leave requests behind, by what is in the cluster. Without a cluster (`helm template`, Argo CD) nothing is found and
+{{/* Refusals of upgrades that would leave requests behind or could not end, by what is in the cluster. Without a cluster (`helm template`, Argo CD) nothing is found and
      nothing refused: docs/kubernetes.md says what each of them loses. `acceptLosses` names those that are meant. */}}
 
 {{- define "laps-sd.validateLosses" -}}
@@ -10,6 +10,7 @@
 {{- include "laps-sd.validateShards" (dict "root" . "found" $ours) -}}
 {{- include "laps-sd.validateRecord" (dict "root" . "found" $ours) -}}
 {{- include "laps-sd.validateClaim" . -}}
+{{- include "laps-sd.validatePairs" . -}}
 {{- end -}}
 
 {{/* Every shard that has schedulers in the cluster is still wanted, or has been draining. Arguments: root, found (the release's StatefulSets). */}}
@@ -81,4 +82,45 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Schedulers refuse workers of another model pair while those of the first run, so a rolling update would stop at its first pod.
+     The operator's Deployments have the same names as Helm's. */}}
+{{- define "laps-sd.validatePairs" -}}
+{{- range $given := .Values.pools -}}
+{{- $pool := include "laps-sd.pool" (dict "root" $ "pool" $given) | fromJson -}}
+{{- range $shard := include "laps-sd.shards" (dict "root" $ "pool" $pool) | fromJsonArray -}}
+{{- $name := include "laps-sd.name" (dict "root" $ "pool" $pool "component" "worker" "shard" $shard) -}}
+{{- with lookup "apps/v1" "Deployment" $.Release.Namespace $name -}}
+{{- $runs := or (int (dig "spec" "replicas" 1 .)) (int (dig "status" "replicas" 0 .)) -}}
+{{- if and $runs (not (has (printf "pair/%s" $pool.name) $.Values.acceptLosses)) -}}
+{{- $new := include "laps-sd.workerTemplate" (dict "root" $ "pool" $pool "shard" $shard) | fromYaml -}}
+{{- $before := include "laps-sd.pairOf" .spec.template.spec | fromJson -}}
+{{- range $part, $wanted := include "laps-sd.pairOf" $new.spec | fromJson -}}
+{{- $found := get $before $part -}}
+{{- if ne $found $wanted -}}
+{{- fail (printf "The workers of pool %q would get another model pair (%s from %s to %s), which its schedulers refuse while workers of the first run: the update would stop at its first pod. Add a pool with the new values and remove this one later; or keep callers away, wait until `laps-sd queue` shows no request, scale the workers to 0 and upgrade then (see \"What a rolling update cannot change\" in docs/kubernetes.md). To begin the update all the same, set acceptLosses=[pair/%s]." $pool.name $part ($found | default "none") ($wanted | default "none") $pool.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a worker's pod shows of its fingerprint, as JSON. The version in an image and the files of a path are not in it. Argument: spec of the pod. */}}
+{{- define "laps-sd.pairOf" -}}
+{{- $found := dict "LAPS_SD_ENGINE" "auto" "LAPS_SD_TARGET" "" "LAPS_SD_DRAFT" "" "LAPS_SD_DTYPE" "auto" "LAPS_SD_QUANTIZATION" "none" "LAPS_SD_DETERMINISTIC" "" "LAPS_SD_VLLM_SAMPLING" "coupled" -}}
+{{- $args := dict -}}
+{{- range $container := .containers -}}
+{{- range $container.env -}}
+{{- if hasKey $found .name }}{{ $_ := set $found .name (.value | default "") }}{{ end -}}
+{{- if eq .name "LAPS_SD_VLLM_ARGS" }}{{ $args = .value | default "{}" | fromJson }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if $args.speculative_config }}{{ $_ := set $args "speculative_config" (pick $args.speculative_config "method" "model" "num_speculative_tokens") }}{{ end -}}
+{{- range $name := list "quantization" "kv_cache_dtype" "hf_overrides" "tensor_parallel_size" "pipeline_parallel_size" "speculative_config" -}}
+{{- $_ := set $found (printf "vllmArgs.%s" $name) (hasKey $args $name | ternary (get $args $name | toJson) "") -}}
+{{- end -}}
+{{- toJson $found -}}
 {{- end -}}
