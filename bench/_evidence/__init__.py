@@ -1,1 +1,1 @@
-"""Parts of docs/evidence.md: the results that it reads, and its sections."""
+"""Parts of docs/evidence.md and docs/evidence: the results that it reads, and its sections."""

@@ -1,4 +1,4 @@
-"""Section of docs/evidence.md, and a part of README.md, from `laps-sd bench engine --table`."""
+"""Section of docs/evidence/engine.md, and a part of README.md, from `laps-sd bench engine --table`."""
 
 from __future__ import annotations
 

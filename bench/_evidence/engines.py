@@ -1,4 +1,4 @@
-"""Sections of docs/evidence.md from `laps-sd bench engine`."""
+"""Sections of docs/evidence/engine.md from `laps-sd bench engine`."""
 
 from __future__ import annotations
 

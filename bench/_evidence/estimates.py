@@ -1,4 +1,4 @@
-"""Sections of docs/evidence.md on levels, perceptibility and the errors of the estimates."""
+"""Sections of docs/evidence/simulation.md on levels, perceptibility and the errors of the estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of docs/evidence.md on goals, rivals and the tail."""
+"""Sections of docs/evidence/orders.md on goals, rivals and the tail."""
 
 from __future__ import annotations
 

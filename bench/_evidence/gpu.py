@@ -1,4 +1,4 @@
-"""Section of docs/evidence.md from `laps-sd bench gpu`."""
+"""Section of docs/evidence/engine.md from `laps-sd bench gpu`."""
 
 from __future__ import annotations
 

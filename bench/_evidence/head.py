@@ -1,4 +1,4 @@
-"""The heads of docs/evidence.md and of the pages on simulated orders."""
+"""The head of docs/evidence/orders.md, and what all pages share."""
 
 from __future__ import annotations
 

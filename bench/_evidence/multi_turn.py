@@ -1,4 +1,4 @@
-"""Section of docs/evidence.md on conversations on the real stack, from `laps-sd bench serve --regime multi-turn`."""
+"""Section of docs/evidence/placement.md on conversations on the real stack, from `laps-sd bench serve --regime multi-turn`."""
 
 from __future__ import annotations
 

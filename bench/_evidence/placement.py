@@ -1,4 +1,4 @@
-"""Section of docs/evidence.md on the placement of requests by what is cached."""
+"""Section of docs/evidence/placement.md on the placement of requests by what is cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of docs/evidence.md on the paper, the data and the limits of the simulation."""
+"""Sections of docs/evidence/orders.md and simulation.md on the paper, the data and the limits of the simulation."""
 
 from __future__ import annotations
 

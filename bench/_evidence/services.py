@@ -1,4 +1,4 @@
-"""Sections of docs/evidence.md from `laps-sd bench serve`, `control` and `gateway`."""
+"""Sections of docs/evidence/system.md from `laps-sd bench serve`, `control` and `gateway`."""
 
 from __future__ import annotations
 

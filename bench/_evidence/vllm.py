@@ -1,4 +1,4 @@
-"""Section of docs/evidence.md from `laps-sd bench vllm`."""
+"""Section of docs/evidence/vllm.md from `laps-sd bench vllm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section of docs/evidence.md on LAPS-SD inside vLLM on a GPU: what was measured, and what explains it, computed."""
+"""Section of docs/evidence/vllm.md on LAPS-SD inside vLLM on a GPU: what was measured, and what explains it, computed."""
 
 from __future__ import annotations
 
