@@ -1,11 +1,13 @@
-"""The record returns to an older state, after the lease ran out, while both schedulers live: no accepted
-request is lost.
+"""The record returns to an older state. While both schedulers live, no accepted request is lost; while none runs, what
+gateways do not bring back is as in the copy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -158,3 +160,39 @@ async def one_round(stack: LocalStack, record: CutFile | Promoted, number: int) 
         kept = await resumed(stub, kept_id)
         assert kept.end is not None
         assert (kept.end.finish_reason, len(kept.tokens)) == (pb.FINISH_REASON_LENGTH, 200)
+
+
+async def test_a_copy_that_is_restored_while_no_scheduler_runs_is_led_as_it_is(tmp_path: Path) -> None:
+    folder, copy = tmp_path / "record", tmp_path / "copy"
+    server = EmbeddedServer(folder).start()
+    try:
+        with LocalStack(engine="fake", redis_url=server.url) as stack:
+            async with calls(stack) as stub:
+                in_copy = seeded("in the copy", seed=1, max_tokens=300, ignore_eos=True, keep=True)
+                keeping = stub.GenerateStream(in_copy)
+                kept_id = (await keeping.read()).accepted.request_id
+                keeping.cancel()
+                shutil.copytree(folder, copy)
+                short = seeded("short", seed=2, max_tokens=4, ignore_eos=True, idempotency_key="later")
+                ended = await stream(stub, short)
+                long = seeded("open stream", seed=3, max_tokens=600, ignore_eos=True)
+                has_begun = asyncio.Event()
+                open_stream = asyncio.create_task(stream(stub, long, on_tokens=lambda _: has_begun.set()))
+                await has_begun.wait()
+
+                stack.kill("scheduler")
+                server.stop()
+                shutil.rmtree(folder)
+                shutil.copytree(copy, folder)
+                server.start()
+                await asyncio.to_thread(stack.restart, "scheduler")
+
+                assert len((await open_stream).tokens) == 600, "its gateway has submitted it again"
+                assert len((await resumed(stub, kept_id)).tokens) == 300
+                with pytest.raises(grpc.aio.AioRpcError, match="there is no request"):
+                    await resumed(stub, ended.request_id)
+                again = await stream(stub, short)
+                assert again.request_id != ended.request_id, "its key is free"
+                assert again.tokens == ended.tokens
+    finally:
+        server.stop()
