@@ -362,7 +362,9 @@ class TestOverTheWire:
                 await (call if not hasattr(call, "read") else rest(call))
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    async def test_without_a_key_reflection_is_refused_before_it_reads_a_request(self, keyed: Running) -> None:
+    async def test_without_a_key_reflection_is_refused_before_it_reads_a_request(
+        self, keyed: Running
+    ) -> None:
         # A client that writes while it is refused may see INTERNAL instead: grpcio reports the failed write first.
         stub = reflection_pb2_grpc.ServerReflectionStub(keyed.channel)
         with pytest.raises(grpc.aio.AioRpcError) as error:
