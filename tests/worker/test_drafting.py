@@ -478,6 +478,34 @@ def test_the_costs_of_draft_steps_stay_true_over_thousands_of_requests(
         assert chooser.step(rows) == pytest.approx(seconds(rows), rel=0.25)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_drafting_does_not_end_while_some_requests_are_predicted_well(seed: int) -> None:
+    """One request at a time, of thirty tokens, whose draft tokens are accepted with a chance of its own. A choice
+    whose gain falls to nothing is kept for the time being; the next one must come."""
+    rng = random.Random(seed)
+    round_s, step_s = (
+        CostTable([1, 2, 4, 8, 9], [0.5, 0.62, 0.88, 1.28, 1.36]),
+        CostTable([1, 2], [0.02, 0.033]),
+    )
+    chooser = lengths_for(plain=round_s.copy(), step=step_s.copy())
+    request, rate, left = Acceptance(), 0.98, 30
+    drafted_by_block = []
+    for _ in range(12):
+        drafted = 0
+        for _ in range(1000):
+            (length,) = chooser.lengths([request], [left - 1])
+            accepted = next((at for at in range(length) if rng.random() >= rate), length)
+            draft_s = length * step_s(1)
+            chooser.observe_costs(1 + length, round_s(1 + length), [1] * length, draft_s, read=min(length, 1))
+            chooser.observe_acceptance(request, accepted, min(length, accepted + 1))
+            drafted, left = drafted + length, left - accepted - 1
+            if left <= 0:
+                request, rate, left = Acceptance(), rng.choice([0.98, 0.9, 0.8, 0.3]), 30
+        drafted_by_block.append(drafted)
+
+    assert min(drafted_by_block) > 500, drafted_by_block
+
+
 def test_what_longer_contexts_cost_is_not_taken_for_the_rows() -> None:
     """Few rows in long contexts, many in short ones: the same seconds, and the points stay where they were."""
     table = CostTable([1, 11], [1.0, 2.0], key_s=0.001)

@@ -130,7 +130,8 @@ class DraftLengths:
         if self._holds(requests):
             return self._by_the_last_choice(requests, caps, outlooks)
         if self._depth and self._until_explored <= 0:
-            self._until_explored = (1 - 1 / self._gain) / EXPLORED_SHARE
+            # At least until there is another choice: one that gains next to nothing would let every round pass.
+            self._until_explored = max(HOLD_ROUNDS, (1 - 1 / self._gain) / EXPLORED_SHARE)
             return [0] * len(caps)
         return self._by_a_new_choice(requests, caps, other_rows, outlooks, keys)
 
