@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -20,7 +21,7 @@ __all__ = ["HTTP_LOGGER", "incident", "is_news", "not_found", "refusal_response"
 
 log = get_logger(__name__)
 
-ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+ANTHROPIC_PATH = re.compile("/v1/messages(/|$)")
 """Paths whose errors have Anthropic's shape; all others have OpenAI's."""
 HTTP_LOGGER = "aiohttp.server"
 """Logger in which aiohttp reports bytes that are not HTTP and clients that have left, each with its traceback."""
@@ -42,11 +43,11 @@ def refusal_response(error: LapsSdError, path: str) -> web.Response:
     headers = retry_headers(error)
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, section 15.5.2
-    body = anthropic_error(error) if path in ANTHROPIC_PATHS else error_json(error)
+    body = anthropic_error(error) if ANTHROPIC_PATH.match(path) else error_json(error)
     return web.json_response(body, status=http_status(error), headers=headers)
 
 
-def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str = "") -> web.Response:
+def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str) -> web.Response:
     """Return an error of aiohttp (unknown path, wrong method, body too large …) in the shape of the API of
     the path."""
     message = error.text or HTTPStatus(error.status).phrase
@@ -55,8 +56,11 @@ def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str = ""
         message = f"this path takes {allowed}, and the request is {shown(error.method)}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         message = f"the body must be at most {max_bytes} bytes"
-    body = anthropic_body if path in ANTHROPIC_PATHS else openai_body
-    response = web.json_response(body("invalid_request_error", message, None), status=error.status)
+    if ANTHROPIC_PATH.match(path):
+        body = anthropic_body(error.status, message, None)
+    else:
+        body = openai_body("invalid_request_error", message, None)
+    response = web.json_response(body, status=error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     if error.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
@@ -69,7 +73,7 @@ def not_found(request: web.Request, paths: Iterable[str]) -> web.Response:
     error = web.HTTPNotFound(
         text=f"{shown(request.path)} is not a path of this server, which has {', '.join(paths)}"
     )
-    return response_of_aiohttp(error, 0)
+    return response_of_aiohttp(error, 0, request.path)
 
 
 def incident(error: Exception, path: str) -> LapsSdError:

@@ -47,9 +47,8 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
     """Send 100 Continue (RFC 9110, section 10.1.1). aiohttp's own handler fails on an Expect header that is
     not text."""
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return response_of_aiohttp(
-            web.HTTPExpectationFailed(text="the only expectation that is met is 100-continue"), 0
-        )
+        error = web.HTTPExpectationFailed(text="the only expectation that is met is 100-continue")
+        return response_of_aiohttp(error, 0, request.path)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # no part of the answer is sent yet
     return None

@@ -9,24 +9,25 @@ from laps_sd.errors import LapsSdError
 __all__ = ["anthropic_body", "anthropic_error"]
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    409: "invalid_request_error",
+    413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Types by HTTP status; every other one is api_error."""
+"""Types by HTTP status; every other one is invalid_request_error below 500, and api_error from there on."""
 
 
 def anthropic_error(error: LapsSdError) -> Json:
     """Return an error in Anthropic's shape."""
     fields = error_json(error)["error"]
-    return anthropic_body(TYPES.get(http_status(error), "api_error"), fields["message"], fields["param"])
+    return anthropic_body(http_status(error), fields["message"], fields["param"])
 
 
-def anthropic_body(kind: str, message: str, param: str | None) -> Json:
+def anthropic_body(status: int, message: str, param: str | None) -> Json:
     """Return Anthropic's error object; `param` is an addition, the field at fault."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message, "param": param}}

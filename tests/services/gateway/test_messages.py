@@ -14,7 +14,7 @@ from gateway.api.openai.unknown_fields import refuse
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from tests.services.gateway.conftest import Served
+from tests.services.gateway.conftest import Served, Start
 from tests.services.gateway.fake_scheduler import Kind
 from tests.services.gateway.test_responses import CALL, prompt_of, served
 from tests.services.gateway.test_vllm_fields import answer_of
@@ -192,6 +192,30 @@ async def test_what_is_refused_before_a_body_is_read_has_anthropics_shape_too(
             "param": None,
         },
     }
+
+
+async def test_an_expectation_that_is_not_met_is_refused_in_anthropics_shape(served: Served) -> None:
+    headers = {"Expect": "a miracle"}
+    async with served.session.post(served.url + "/v1/messages", json=BODY, headers=headers) as response:
+        status, answer = response.status, await response.json()
+
+    assert (status, answer["type"], answer["error"]["type"]) == (417, "error", "invalid_request_error")
+
+
+async def test_what_anthropic_has_and_this_server_does_not_is_refused_in_anthropics_shape(
+    served: Served,
+) -> None:
+    status, _, answer = await served.post("/v1/messages/batches", {"requests": []})
+
+    assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
+    assert "POST /v1/messages" in answer["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_refused_in_anthropics_shape(serve: Start) -> None:
+    served = await serve(max_message_bytes=65536)
+    status, _, answer = await served.post("/v1/messages", BODY | {"system": "x" * 65536})
+
+    assert (status, answer["type"], answer["error"]["type"]) == (413, "error", "request_too_large")
 
 
 async def test_a_stopping_gateway_refuses_in_anthropics_shape(served: Served) -> None:
