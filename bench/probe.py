@@ -137,15 +137,14 @@ def side_by_side(engine: Any, specs: Sequence[Any], batch: int) -> tuple[float, 
     """Return the CPU seconds of the same rounds with and without the probe of an engine, in slices that alternate."""
     from worker_svc.engine.round.remaining import Remaining
 
-    probes = (engine.length_probe, None)
-    remaining = [Remaining(probe) for probe in probes]
+    remaining = (engine.rounds.remaining, Remaining(None))
     runs = [
         rounds(engine, [replace(spec, request_id=f"{name}-{spec.request_id}") for spec in specs], batch)
         for name in ("with", "without")
     ]
 
     def switch(which: int) -> None:
-        engine.length_probe, engine.rounds.remaining = probes[which], remaining[which]
+        engine.rounds.remaining = remaining[which]
 
     spent = [0.0, 0.0]
     first, over = 0, False

@@ -145,6 +145,25 @@ def test_it_learns_from_every_end_but_errors_and_drops(load: Any, specs: list[Sp
     assert engine.length_probe.requests == 2
 
 
+def test_a_failure_of_the_probe_ends_predictions_and_nothing_else(
+    load: Any, specs: list[Specification], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, _ = one_by_one(load(), specs[:3])
+    engine = load()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("a number that no hidden state has")
+
+    monkeypatch.setattr(engine.length_probe, "look", fail)
+    outputs, _ = one_by_one(engine, specs[:3])
+
+    assert outputs == right
+    assert engine.length_probe is None
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "the probe failed: no output lengths are predicted any more"
+    ]
+
+
 def test_it_predicts_once_it_has_learnt_from_enough(load: Any, specs: list[Specification]) -> None:
     engine = load()
     _, reports = one_by_one(engine, specs)

@@ -73,7 +73,6 @@ class SpeculativeEngine:
         self.fingerprint = fingerprint
         self.facts: tuple[str, ...] = ()
         self.computed_by = ComputedBy(target.path, str(target.dtype).removeprefix("torch."), 0)
-        self.length_probe = probe
         self._tokenizer = tokenizer
         self._formats = formats
         self._pair = ModelPair(target, draft, options, eos_ids)
@@ -89,6 +88,11 @@ class SpeculativeEngine:
         )
         self.rounds = Rounds(self._pair, options, probe)
         self._sequences: dict[str, Sequence] = {}
+
+    @property
+    def length_probe(self) -> LengthProbe | None:
+        """The predictor of output lengths; None: there is none, or it has failed."""
+        return self.rounds.remaining.probe
 
     @property
     def all_by_kernels(self) -> bool:

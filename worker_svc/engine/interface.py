@@ -377,7 +377,7 @@ class Engine(Protocol):
 
     @property
     def length_probe(self) -> LengthLearner | None:
-        """The predictor of output lengths; None: there is none."""
+        """The predictor of output lengths; None: there is none, or it has failed."""
         ...
 
     @property

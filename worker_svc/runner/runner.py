@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 
 from laps_sd.service.log import get_logger
-from worker_svc.engine.interface import Engine, LengthLearner, RoundResult
+from worker_svc.engine.interface import Engine, RoundResult
 from worker_svc.runner.choice import Chooser
 from worker_svc.runner.failures import GuardedRounds
 from worker_svc.runner.held import HeldRequests
@@ -73,7 +73,6 @@ class Runner:
         self._rounds = GuardedRounds(engine, self._requests, self._report_part)
         self._lag = engine.capacity.lag
         self._cache_changes = engine.cache_changes
-        self._probe = engine.length_probe
         self._share_s = share_s
         self._shared_requests = 0
         """Requests from which the probe had learnt when that last went out, or came in."""
@@ -134,13 +133,14 @@ class Runner:
             return True
         context_tokens = sum([held[one.request_id].tokens for one in result.requests])
         self._report(result, swap_out_s, idle_s, context_tokens, preempted)
-        if self._probe is not None and self._round_ended_s >= self._share_due_s:
-            self._share(self._probe, self._round_ended_s)
+        if self._round_ended_s >= self._share_due_s:
+            self._share(self._round_ended_s)
         return True
 
-    def _share(self, probe: LengthLearner, now_s: float) -> None:
+    def _share(self, now_s: float) -> None:
         """Deliver what the probe has learnt, if that is more than at the last time."""
-        if probe.requests > self._shared_requests:
+        probe = self._engine.length_probe
+        if probe is not None and probe.requests > self._shared_requests:
             self._shared_requests = probe.requests
             self._share_due_s = now_s + self._share_s
             self._deliver(Learnt(probe.learnt()))
@@ -165,7 +165,8 @@ class Runner:
             case HeldRequested():
                 self._deliver(self._requests.now())
             case Taught(learnt):
-                if self._probe is not None and self._probe.adopt(learnt):
+                probe = self._engine.length_probe
+                if probe is not None and probe.adopt(learnt):
                     self._shared_requests = learnt.requests
                     log.info("the probe of output lengths continues another's", requests=learnt.requests)
 

@@ -946,6 +946,17 @@ def test_what_the_probe_learns_does_not_go_out_before_its_time() -> None:
     assert shared(desk) == []
 
 
+def test_a_probe_that_has_failed_sends_and_learns_nothing_more() -> None:
+    desk, probe = learning_desk(share_s=0.0)
+    desk.turns(1)
+    probe.requests = 3
+    desk.engine.length_probe = None
+    desk.put(Taught(LearntProbe(probe.kind, 50, b"\0\0")))
+    desk.turns(3)
+    assert shared(desk) == []
+    assert probe.adopted == []
+
+
 def test_a_probe_continues_what_another_has_learnt_and_does_not_send_that_back() -> None:
     desk, probe = learning_desk(share_s=0.0)
     taught = LearntProbe(probe.kind, 50, b"\0\0")

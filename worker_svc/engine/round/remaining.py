@@ -18,11 +18,12 @@ class Remaining:
     """
 
     def __init__(self, probe: LengthProbe | None) -> None:
-        self._probe = probe
+        self.probe = probe
+        """The probe; None without one, and after its first failure."""
 
     def mark(self, requests: SequenceOf[RoundRequest]) -> None:
         """Mark the requests that are due for a look and whose last token is in this round's forward."""
-        if self._probe is None:
+        if self.probe is None:
             return
         for request in requests:
             watched = request.sequence.watched
@@ -35,16 +36,16 @@ class Remaining:
         self, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
     ) -> tuple[RequestRound, ...]:
         """Look at the marked requests, and learn from those that have ended; return the reports with predictions."""
-        if self._probe is None:
+        if self.probe is None:
             return tuple(reports)
         try:
-            return self._settle(self._probe, requests, reports)
+            return self._settle(self.probe, requests, reports)
         except Exception:
             # The tokens of the round are committed: it must not fail any more.
             logging.getLogger(__name__).exception(
                 "the probe failed: no output lengths are predicted any more"
             )
-            self._probe = None
+            self.probe = None
             return tuple(reports)
 
     def _settle(
