@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -15,21 +15,19 @@ from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK,
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
-from gateway.api.openai.unknown_fields import OnUnknown
+from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from gateway.model.bounded_json import encode
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["CountBody", "MessagesBody", "read_count", "read_messages"]
 
-UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
+UNSUPPORTED_FIELDS: Unsupported = {
     "container": (),
     "context_management": (),
     "inference_geo": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
 }
-"""Fields that are not supported, with the values (besides null) that do not request them."""
-
 WITHOUT_EFFECT = ("cache_control", "diagnostics", "user_profile_id", "workspace_id")
 """Fields that change no answer."""
 
@@ -279,14 +277,5 @@ def _format(wanted: Json | None) -> Any:
 
 
 def _check_other_fields(body: Json, model: type[Model], on_unknown: OnUnknown) -> None:
-    for name, value in body.items():
-        if name in UNSUPPORTED_FIELDS:
-            if value is not None and value not in UNSUPPORTED_FIELDS[name]:
-                raise InvalidArgument(name, "is not supported here; leave it out")
-        elif value is not None and name not in (
-            *model.model_fields,
-            *IGNORED_FIELDS,
-            *WITHOUT_EFFECT,
-            *PASSED_ON,
-        ):
-            on_unknown(name)
+    known = {*model.model_fields, *IGNORED_FIELDS, *WITHOUT_EFFECT, *PASSED_ON}
+    check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown)

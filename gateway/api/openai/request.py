@@ -27,7 +27,7 @@ from gateway.api.openai.models import (
 )
 from gateway.api.openai.output_formats import read_format
 from gateway.api.openai.tools import set_tools, tool_call_message
-from gateway.api.openai.unknown_fields import OnUnknown, refuse
+from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields, refuse
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
@@ -35,7 +35,7 @@ __all__ = ["IGNORED_FIELDS", "Kind", "ParsedRequest", "put_messages", "read_chat
 
 Kind = Literal["chat", "text"]
 
-UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
+UNSUPPORTED_FIELDS: Unsupported = {
     "audio": (),
     "chat_template": (),
     "documents": ([],),
@@ -221,17 +221,11 @@ def _check_other_fields(body: Json, model: type[Body], on_unknown: OnUnknown) ->
     for name, value in options.items():
         if name not in StreamOptions.model_fields and value is not None and value is not False:
             raise InvalidArgument(f"stream_options.{name[:40]}", "is not known here; leave it out")
-    for name, value in body.items():
-        if value is None or name in model.model_fields or name in (*IGNORED_FIELDS, *CONVERSATION_FIELDS):
-            continue
-        if name == "best_of":
-            if value != (body.get("n") or 1):
-                raise InvalidArgument(name, "must be n, the number of outputs, which are all returned")
-        elif name not in UNSUPPORTED_FIELDS:
-            on_unknown(name)
-        elif value not in UNSUPPORTED_FIELDS[name]:
-            reason = REASONS.get(name, "the engine does not have it")
-            raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
+    count = body.get("n") or 1
+    if body.get("best_of", count) not in (None, count):
+        raise InvalidArgument("best_of", "must be n, the number of outputs, which are all returned")
+    known = {*model.model_fields, *IGNORED_FIELDS, *CONVERSATION_FIELDS, "best_of"}
+    check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown, REASONS)
 
 
 def _common(

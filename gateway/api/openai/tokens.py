@@ -15,14 +15,18 @@ from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.models import Message
 from gateway.api.openai.request import put_messages
 from gateway.api.openai.tools import ToolFields, set_tools
-from gateway.api.openai.unknown_fields import OnUnknown
+from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1.inference_pb2 import GenerateRequest
 
 __all__ = ["DetokenizeBody", "TokenizeBody", "read_detokenize", "read_tokenize", "tokens_json"]
 
-UNSUPPORTED_FIELDS = ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+UNSUPPORTED_FIELDS: Unsupported = {
+    "chat_template": ("",),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
 """Fields of vLLM that make other prompts than those served here."""
 
 
@@ -50,7 +54,7 @@ def read_tokenize(body: Json, on_unknown: OnUnknown) -> tuple[GenerateRequest, b
     read = validated(TokenizeBody, body)
     if (read.prompt is None) == (read.messages is None):
         raise InvalidArgument("prompt", "must be given, or messages, and not both")
-    _check_names(body, TokenizeBody, on_unknown)
+    check_fields(body, TokenizeBody.model_fields, UNSUPPORTED_FIELDS, on_unknown)
     request = GenerateRequest(model=read.model or "", add_special_tokens=read.add_special_tokens)
     if read.messages is None:
         request.text = read.prompt or ""
@@ -63,7 +67,7 @@ def read_tokenize(body: Json, on_unknown: OnUnknown) -> tuple[GenerateRequest, b
 def read_detokenize(body: Json, on_unknown: OnUnknown) -> DetokenizeBody:
     """Return the body of `/detokenize`. Raises InvalidArgument."""
     read = validated(DetokenizeBody, body)
-    _check_names(body, DetokenizeBody, on_unknown)
+    check_fields(body, DetokenizeBody.model_fields, UNSUPPORTED_FIELDS, on_unknown)
     return read
 
 
@@ -75,14 +79,3 @@ def tokens_json(ids: Sequence[int], model: ModelFiles, *, with_texts: bool) -> J
         "tokens": list(ids),
         "token_strs": [model.tokenizer.id_to_token(token) for token in ids] if with_texts else None,
     }
-
-
-def _check_names(body: Json, model: type[Model], on_unknown: OnUnknown) -> None:
-    for name, value in body.items():
-        if value is None or name in model.model_fields:
-            continue
-        if name in UNSUPPORTED_FIELDS:
-            if value:
-                raise InvalidArgument(name, "is not supported here; leave it out")
-        else:
-            on_unknown(name)

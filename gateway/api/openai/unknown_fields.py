@@ -1,19 +1,23 @@
-"""Fields of a body that have no meaning here: refused, or ignored with one line in the log for each name."""
+"""Fields of a body that have no meaning here: refused, or ignored with one line in the log for each name; and fields
+that are not supported, which are refused if their value requests something."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Literal, TypeAlias
 
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.log import get_logger
 
-__all__ = ["OnUnknown", "UnknownFields", "refuse"]
+__all__ = ["OnUnknown", "UnknownFields", "Unsupported", "check_fields", "refuse"]
 
 log = get_logger(__name__)
 
 OnUnknown: TypeAlias = Callable[[str], object]
 """Called with the name of an unknown field. It may raise InvalidArgument."""
+
+Unsupported: TypeAlias = Mapping[str, tuple[object, ...]]
+"""Names of fields that are not supported, with the values (besides null) that do not request them."""
 
 MAX_NAME_CHARACTERS = 80
 MAX_NAMES = 256
@@ -23,6 +27,25 @@ MAX_NAMES = 256
 def refuse(name: str) -> None:
     """Raise InvalidArgument for an unknown field."""
     raise InvalidArgument(name[:MAX_NAME_CHARACTERS], "is not a known field; leave it out")
+
+
+def check_fields(
+    body: Mapping[str, object],
+    known: Container[str],
+    unsupported: Unsupported,
+    on_unknown: OnUnknown,
+    reasons: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse what a body requests of the fields that are not supported, and call `on_unknown` with the names of those
+    that are not `known` either. `reasons`: why fields are not supported. Raises InvalidArgument."""
+    for name, value in body.items():
+        if value is None or name in known:
+            continue
+        if name not in unsupported:
+            on_unknown(name)
+        elif value not in unsupported[name]:
+            reason = (reasons or {}).get(name, "the engine does not have it")
+            raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
 
 
 class UnknownFields:

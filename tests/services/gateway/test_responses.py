@@ -159,6 +159,7 @@ async def test_a_format(served: Served, client: openai.AsyncOpenAI) -> None:
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 5}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": []}, "input"),

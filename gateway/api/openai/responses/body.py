@@ -5,7 +5,7 @@ Nothing is stored here: `store: true`, `previous_response_id` and their like are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -14,16 +14,16 @@ from pydantic import Discriminator, Field, Tag
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
 from gateway.api.openai.field_errors import PARTS, TEXT, validated
-from gateway.api.openai.field_types import AtMost, Count, Number, Positive, Text, kind_of_content
+from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_of_content
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
-from gateway.api.openai.unknown_fields import OnUnknown
+from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["ResponsesBody", "read_responses"]
 
-UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
+UNSUPPORTED_FIELDS: Unsupported = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
@@ -36,7 +36,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Fields that are not supported, with the values (besides null) that do not request them."""
 REASONS = {
     "background": "a response is made while its call is open",
     "conversation": "nothing is stored; send the earlier items as input",
@@ -150,7 +149,6 @@ class ResponsesBody(Model):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[Text] | None = None
-    top_logprobs: Count | None = None
 
 
 def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Json]:
@@ -243,13 +241,8 @@ def _check_other_fields(body: Json, read: ResponsesBody, on_unknown: OnUnknown) 
     for index, name in enumerate(read.include or ()):
         if name not in WITHOUT_EFFECT:
             raise InvalidArgument(f"include[{index}]", "is not supported here; leave it out")
-    for name, value in body.items():
-        if name in UNSUPPORTED_FIELDS:
-            if value is not None and value not in UNSUPPORTED_FIELDS[name]:
-                reason = REASONS.get(name, "it is not known to the engine")
-                raise InvalidArgument(name, f"is not supported: {reason}; leave it out")
-        elif value is not None and name not in (*ResponsesBody.model_fields, *IGNORED_FIELDS, *PASSED_ON):
-            on_unknown(name)
+    known = {*ResponsesBody.model_fields, *IGNORED_FIELDS, *PASSED_ON}
+    check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown, REASONS)
 
 
 def _repeated(read: ResponsesBody) -> Json:
