@@ -89,8 +89,10 @@ class AnswerReader:
         self.output_tokens = 0
         self.stop = ""
         """The stop string that ended the output."""
+        self.cached_tokens = 0
+        """Prompt tokens that were found in a cache; known when the output is over."""
         self._texts: list[str] = []
-        self._end: inference_pb2.Ended | None = None
+        self._reason = ""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -98,17 +100,11 @@ class AnswerReader:
         return 0 if self._reader is None else self._reader.reasoning_tokens
 
     @property
-    def cached_tokens(self) -> int:
-        """Return the number of prompt tokens that were found in a cache."""
-        return 0 if self._end is None else self._end.usage.cached_prompt_tokens
-
-    @property
     def finish_reason(self) -> str:
         """Return OpenAI's reason of the end: stop, length or tool_calls."""
-        assert self._end is not None, "only what has ended has a reason"
-        reason = openai_reason(self._end)
+        assert self._reason, "only what has ended has a reason"
         called = self._reader is not None and self._reader.has_calls
-        return "tool_calls" if called and reason == "stop" else reason
+        return "tool_calls" if called and self._reason == "stop" else self._reason
 
     def deltas(self, piece: Piece) -> list[Json]:
         """Add a piece; return the deltas of the message. Raises the failure of a failed output."""
@@ -134,6 +130,6 @@ class AnswerReader:
         return [*deltas, {"tool_calls": calls}]
 
     def _ended(self, ended: inference_pb2.Ended, stop: str) -> None:
-        openai_reason(ended)  # raises if it failed
-        self._end = ended
+        self._reason = openai_reason(ended)
+        self.cached_tokens = ended.usage.cached_prompt_tokens
         self.stop = stop if end_of_reason(ended.finish_reason) is End.STOP_SEQUENCE else ""

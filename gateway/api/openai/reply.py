@@ -40,6 +40,8 @@ class _Choice:
     characters: int = 0
     """Characters of the text of the tokens whose log probabilities have been sent."""
     end: inference_pb2.Ended | None = None
+    reason: str = ""
+    """OpenAI's reason of the end."""
     reader: MessageReader | None = None
     """Reads calls of tools and reasoning; None: the text is the content."""
     around_text: tuple[str, str] | None = None
@@ -122,7 +124,7 @@ class Reply:
             kept.texts.append(piece.text)
 
     def _add_end(self, choice: int, ended: inference_pb2.Ended) -> None:
-        openai_reason(ended)  # raises if it failed
+        self._choices[choice].reason = openai_reason(ended)
         self._choices[choice].end = ended
         for each in self._choices:  # the end changes the usage that they show
             each.around_text = None
@@ -267,9 +269,8 @@ class Reply:
         assert choice.end is not None, "only what has ended has a reason"
         if self._parsed.echo_only:
             return OPENAI[End.LENGTH]
-        reason = openai_reason(choice.end)
         called = choice.reader is not None and choice.reader.has_calls
-        return "tool_calls" if called and reason == "stop" else reason
+        return "tool_calls" if called and choice.reason == "stop" else choice.reason
 
     def _stop_reason(self, choice: _Choice) -> str | int | None:
         """Return vLLM's `stop_reason`: the stop string or the stop token that ended an output."""
