@@ -16,9 +16,10 @@ import pytest
 from aiohttp import web
 
 from gateway.api import http_connections, http_server, http_stream
+from gateway.api.openai.reply import Reply
 from gateway.calls import calls
 from gateway.model.tokenizer import ModelFiles
-from laps_sd.errors import StartupError
+from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
@@ -282,6 +283,41 @@ class TestAStream:
 
         assert chunks[-1]["error"]["message"] == "the device is gone"
         assert chunks[-1]["error"]["type"] == "server_error"
+
+    async def test_that_fails_sends_nothing_behind_its_end(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Output of the second choice arrives just when the failure of the first is sent. Behind the end of the
+        body, a client would read it as the beginning of the next answer."""
+        failure, streams = Reply.failure, served.running.link.streams
+
+        def failure_and_output(reply: Reply, error: LapsSdError) -> bytes:
+            (other,) = [stream for stream in streams if not stream.over]
+            delivery = link_pb2.Delivery(
+                request_id=other.request_id, attachment_id=other.attachment_id, token_ids=[70, 71]
+            )
+            streams.on_delivery(delivery, 0.0)
+            assert other.has_news
+            return failure(reply, error)
+
+        monkeypatch.setattr(Reply, "failure", failure_and_output)
+        assert served.running.gateway.http is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.running.gateway.http.port)
+        body = TEXT | {"stream": True, "n": 2}
+        writer.write(octets_of(body).replace(b"Connection: close", b"Connection: keep-alive"))
+        await served.scheduler.submitted(2)
+        failed = next(iter(served.scheduler.record.requests))
+        end = link_pb2.RequestEnd(kind=Kind.KIND_ERROR, detail="it broke")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"\r\n\r\n")
+            served.scheduler.commit(failed, (), end)
+            answer = await reader.readuntil(b"0\r\n\r\n")
+            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            next_head = await reader.readuntil(b"\r\n")
+        writer.close()
+
+        assert b"it broke" in answer
+        assert next_head == b"HTTP/1.1 200 OK\r\n"
 
     async def test_that_fails_is_counted_as_failed(self, served: Served) -> None:
         """The client is still there: it gets the error."""
