@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -317,8 +317,8 @@ def up(
 def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool) -> None:
     """Start the system, show the demo, and supervise the processes until Ctrl-C; then stop them."""
     # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
     report = _line_printer(console)
     with console.status("starting") as status:
         stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
@@ -347,12 +347,22 @@ def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool)
     except KeyboardInterrupt:
         console.print("\nstopping")
     finally:
-        # A second Ctrl-C must not interrupt the stop, which is bounded anyway.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_interrupts()
         watch.stop()  # that peers leave is what a stop looks like
         stack.stop()
         _print_logs(console, stack)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Raise KeyboardInterrupt for the first signal, and ignore all others."""
+    _ignore_interrupts()
+    raise KeyboardInterrupt
+
+
+def _ignore_interrupts() -> None:
+    """Ignore Ctrl-C and SIGTERM: none may interrupt the stop, which is bounded anyway."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int, str]:

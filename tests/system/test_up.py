@@ -124,6 +124,17 @@ def test_ctrl_c_ends_the_request_of_the_command(up: Up) -> None:
         )
 
 
+def test_ctrl_c_again_and_again_does_not_interrupt_the_stop() -> None:
+    with Up("--engine", "fake", "--workers", "1") as up:
+
+        def ended() -> bool:
+            up.process.send_signal(signal.SIGINT)
+            return up.process.poll() is not None
+
+        wait_until(ended, description="it has ended", every_s=0.0)
+    assert up.lines.count("stopping") == 1
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
     """Start a stack for supervisors that watch it in turn; every process lives after a test."""
