@@ -47,6 +47,8 @@ ROLES = frozenset(
 )
 """What stands alone between two special tokens of chat templates, and is no message."""
 ANSWER_ROLES = ("assistant", "model")
+QUESTION_ROLES = frozenset({"user", "system", "developer", "tool", "ipython"})
+"""Roles that no generation prompt names: what follows them is a message, or they have an empty one."""
 _AROUND_ROLES = "<|｜>[]/# \n"
 """What stands around a role that is written without special tokens, or in an added token."""
 _ROLE_TOKENS = 4
@@ -196,8 +198,8 @@ def last_message(
             if role is None:
                 return Span(begin, end)
             looked_at += 1
-            if wordless is not None and role:
-                return wordless
+            if role and (wordless or role in QUESTION_ROLES):
+                return wordless or Span(end, end)
             if looked_at == MOST_NAMES:
                 return generation_prompt
         elif begin == end < len(ids) and ids[place] == ids[end] and wordless is None:

@@ -159,7 +159,11 @@ class TestImages:
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
         return message_in(tokenizer, ids), set(unpacked(PromptWords(tokenizer).features_of(ids, None, False)))
 
-    @pytest.mark.parametrize("content", [IMAGE, IMAGE + IMAGE, IMAGE[1:-1]], ids=["one", "two", "pads alone"])
+    @pytest.mark.parametrize(
+        "content",
+        [IMAGE, IMAGE + IMAGE, IMAGE[1:-1], IMAGE[1:2], []],
+        ids=["one", "two", "pads alone", "one pad", "nothing"],
+    )
     @pytest.mark.parametrize("kind", ["ChatML", "Llama 3", "Gemma", "Harmony"])
     def test_a_message_that_is_one_has_no_words(self, kind: str, content: list[str]) -> None:
         for before in (1, 3):
