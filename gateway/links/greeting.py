@@ -8,6 +8,7 @@ import grpc.aio
 
 import laps_sd
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS, LinkBroken
+from laps_sd.service.leader_stream import next_reply
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
 Call = grpc.aio.StreamStreamCall
@@ -22,18 +23,13 @@ async def exchange_hellos(
         protocol_versions=PROTOCOL_VERSIONS,
         software_version=laps_sd.__version__,
     )
+    reply: link_pb2.GatewayLinkReply
     async with asyncio.timeout(timeout_s):
         await call.write(link_pb2.GatewayMessage(hello=hello))
-        reply = await call.read()
-    if not isinstance(reply, link_pb2.GatewayLinkReply):
-        raise LinkBroken("it closed the stream without a hello")
-    match reply.WhichOneof("message"):
-        case "hello":
-            return reply
-        case "not_leader":
-            raise LinkBroken("it does not lead", reply.not_leader.leader_address)
-        case other:
-            raise LinkBroken(f"it began with {other} instead of a hello")
+        reply, kind = await next_reply(call)
+    if kind != "hello":
+        raise LinkBroken(f"it began with {kind} instead of a hello")
+    return reply
 
 
 def check_hello(reply: link_pb2.GatewayLinkReply, shard: str) -> link_pb2.SchedulerHello:

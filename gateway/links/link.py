@@ -41,13 +41,13 @@ from laps_sd.service.leader_link import (
     LeaderSearch,
     LinkBroken,
     Liveness,
-    PeerSilent,
     Visit,
     until_first_ends,
     watch,
 )
+from laps_sd.service.leader_stream import STREAM_ERRORS, denial, next_reply, reason_of
 from laps_sd.service.log import get_logger
-from laps_sd.service.wire import Tls, denial, link_tls, make_channel
+from laps_sd.service.wire import Tls, link_tls, make_channel
 from laps_sd.v1 import admin_pb2, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
@@ -274,20 +274,14 @@ class ShardLink:
                 self.greeted.set()
                 metrics.LINK_UP.labels(self.shard).set(1)
                 await self._converse(call)
-        except (
-            LinkBroken,
-            PeerSilent,
-            grpc.aio.AioRpcError,
-            asyncio.InvalidStateError,
-            TimeoutError,
-        ) as error:
+        except STREAM_ERRORS as error:
             leader = error.leader if isinstance(error, LinkBroken) else ""
             if greeted:
-                log.warning("link broken", shard=self.shard, address=address, reason=_reason(error))
+                log.warning("link broken", shard=self.shard, address=address, reason=reason_of(error))
             elif denied := await denial(call):
                 log.error("the scheduler does not serve this gateway", address=address, reason=denied)
             else:
-                log.debug("no leader there", shard=self.shard, address=address, reason=_reason(error))
+                log.debug("no leader there", shard=self.shard, address=address, reason=reason_of(error))
         finally:
             self._channel = None
             self.load = None
@@ -308,11 +302,9 @@ class ShardLink:
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
     ) -> None:
         while True:
-            reply = await call.read()
-            if not isinstance(reply, link_pb2.GatewayLinkReply):  # the end of the stream
-                raise LinkBroken("it closed the stream")
+            reply, kind = await next_reply(call)
             liveness.received(self._now())
-            self._on_reply(reply)
+            self._on_reply(reply, kind)
 
     async def _write(
         self, call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply], liveness: Liveness
@@ -348,10 +340,7 @@ class ShardLink:
         self._outbox.extend(message for message, answer in self._cancels.values() if not answer.done())
         self._outbox_filled.set()
 
-    def _on_reply(self, reply: link_pb2.GatewayLinkReply) -> None:
-        kind = reply.WhichOneof("message")
-        if kind == "not_leader":
-            raise LinkBroken("it no longer leads", reply.not_leader.leader_address)
+    def _on_reply(self, reply: link_pb2.GatewayLinkReply, kind: str | None) -> None:
         if kind == "hello":
             self._on_hello(reply)
             return
@@ -392,9 +381,3 @@ class ShardLink:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import grpc
 import grpc.aio
@@ -25,7 +25,6 @@ __all__ = [
     "LinkSettings",
     "Tls",
     "channel_options",
-    "denial",
     "link_tls",
     "make_channel",
     "reach",
@@ -194,13 +193,6 @@ def link_tls(settings: LinkSettings) -> Tls | None:
     if not settings.link_tls:
         return None
     return Tls(ca=settings.link_tls_ca, cert=settings.link_tls_cert, key=settings.link_tls_key)
-
-
-async def denial(call: Any) -> str:
-    """Return the message of a server that refuses this certificate; empty if it has not refused."""
-    if call is None or not call.done() or await call.code() is not grpc.StatusCode.PERMISSION_DENIED:
-        return ""
-    return str(await call.details())
 
 
 def make_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:

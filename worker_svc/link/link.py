@@ -21,9 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from laps_sd.errors import StartupError
 from laps_sd.service import wire
 from laps_sd.service.leader_link import (
@@ -32,11 +29,11 @@ from laps_sd.service.leader_link import (
     LeaderSearch,
     LinkBroken,
     Liveness,
-    PeerSilent,
     Visit,
     until_first_ends,
     watch,
 )
+from laps_sd.service.leader_stream import STREAM_ERRORS, denial, next_reply, reason_of
 from laps_sd.service.log import get_logger
 from laps_sd.service.tracing import QUIET, Tracing
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
@@ -224,7 +221,7 @@ class SchedulerLink:
         leader = ""
         channel = wire.make_channel(address, self._tls)
         call: Any = None
-        reason = "the scheduler ended it"
+        reason = ""
         try:
             async with asyncio.timeout(self.settings.silence_s):
                 # A hello lists all held requests: it is made only for a scheduler that is listening.
@@ -236,20 +233,13 @@ class SchedulerLink:
             self._greeted(greeting, address)
             greeted = True
             await self._converse(call)
-        except TimeoutError:
-            reason = f"it did not greet within {self.settings.silence_s:g} s"
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-        except asyncio.InvalidStateError:
-            reason = "it ended while it was written to"
-        except PeerSilent as error:
-            reason = str(error)
-        except LinkBroken as error:
-            reason, leader = str(error), error.leader
+        except STREAM_ERRORS as error:
+            reason = reason_of(error)
+            leader = error.leader if isinstance(error, LinkBroken) else ""
         finally:
             self.connected = False
             metrics.CONNECTED.set(0)
-            denied = await wire.denial(call)
+            denied = await denial(call)
             if call is not None:
                 call.cancel()
             await channel.close()
@@ -269,15 +259,9 @@ class SchedulerLink:
             metrics.IGNORED.inc()
 
     async def _next_reply(self, call: Any) -> tuple[pb.WorkerLinkReply, str | None]:
-        """Return the next message of the scheduler and its kind. Raises LinkBroken at the end."""
-        reply = await call.read()
-        if reply is grpc.aio.EOF:
-            raise LinkBroken("the scheduler ended it")
-        if reply is None:  # gRPC's value for bytes that it cannot decode
-            raise LinkBroken("it sent an undecodable message")
-        kind = reply.WhichOneof("message")
-        if kind == "not_leader":
-            raise LinkBroken("it does not lead", reply.not_leader.leader_address)
+        """Return the next message of the scheduler and its kind. Raises LinkBroken as `next_reply` does, and if the
+        scheduler refuses this worker."""
+        reply, kind = await next_reply(call)
         if kind == "refused":
             self._refused(reply.refused)
             raise LinkBroken("it refuses this worker")

@@ -198,10 +198,10 @@ async def test_a_second_answer_to_one_cancel_changes_nothing() -> None:
     (cancel_id,) = link._cancels
     for cancelled in (True, False):
         reply = link_pb2.CancelReply(cancel_id=cancel_id, found=True, cancelled=cancelled)
-        link._on_reply(Reply(cancel_reply=reply))
+        link._on_reply(Reply(cancel_reply=reply), "cancel_reply")
 
     assert await cancelling
-    link._on_reply(Reply(cancel_reply=reply))  # to a cancel that is over
+    link._on_reply(Reply(cancel_reply=reply), "cancel_reply")  # to a cancel that is over
     assert not link._cancels
 
 
