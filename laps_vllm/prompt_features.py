@@ -1,9 +1,9 @@
 """Features of a prompt, from which the core predicts the length of the output.
 
-vLLM's engine process has token ids only, and the tokenizer of the model, which it loads for structured output. With
-the tokenizer the features are hashed words, as a gateway of LAPS-SD sends them, so the start weights serve here too.
-Without it (`--skip-tokenizer-init`) they are hashed token ids, and learning begins with nothing. What counts as the
-last message and as a mark is our choice (decision 0056).
+vLLM's engine process has token ids only, and the tokenizer of the model, which it loads for structured
+output. With the tokenizer the features are hashed words, as a gateway of LAPS-SD sends them, so the start
+weights serve here too. Without it (`--skip-tokenizer-init`) they are hashed token ids, and learning begins
+with nothing. What counts as the last message and as a mark is our choice (decision 0056).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class PromptFeatures(Protocol):
         """Return a predictor for these features that has learned nothing here."""
 
     def features_of(self, ids: Sequence[int], limit: int | None, formatted: bool) -> bytes:
-        """Return the packed features of a prompt. `limit`: most output tokens, if the client set it; `formatted`:
-        whether the output has to have a format. Raises whatever the tokenizer raises.
+        """Return the packed features of a prompt. `limit`: most output tokens, if the client set it;
+        `formatted`: whether the output has to have a format. Raises whatever the tokenizer raises.
         """
 
 
@@ -174,13 +174,13 @@ def text_end_ids(tokenizer: Tokenizer) -> Iterator[int]:
 def last_message(
     ids: Sequence[int], special: Collection[int], text_ends: Collection[int], text_of: _TextOf
 ) -> Span:
-    """Return where the last message of a chat is in its prompt: chat templates put special tokens around messages
-    and end with the generation prompt, which begins the answer. A prompt without special tokens, save at its
-    begin, is one message. Some templates write roles as text, and end each answer by one of `text_ends`: what
-    follows the last of them is the message.
+    """Return where the last message of a chat is in its prompt: chat templates put special tokens around
+    messages and end with the generation prompt, which begins the answer. A prompt without special tokens,
+    save at its begin, is one message. Some templates write roles as text, and end each answer by one of
+    `text_ends`: what follows the last of them is the message.
 
-    An image or a video is a run of one special token. The message that it ends has the words before it, back to the
-    name of its role or to the end of the answer before; if there are none, the message has no words.
+    An image or a video is a run of one special token. The message that it ends has the words before it, back
+    to the name of its role or to the end of the answer before; if there are none, the message has no words.
     """
     places = [place for place, token in enumerate(ids) if token in special]
     end = len(ids)
@@ -225,16 +225,17 @@ def _begins_answer(ids: Sequence[int], text_of: _TextOf) -> bool:
 
 
 def _content(text: str) -> str:
-    """Return a message without what its template puts around it: the name of its role in the line before, and blanks.
-    The start weights have not learned these.
+    """Return a message without what its template puts around it: the name of its role in the line before, and
+    blanks. The start weights have not learned these.
     """
     role, line_break, rest = text.partition("\n")
     return (rest if line_break and role.strip().lower() in ROLES else text).strip()
 
 
 def _marks(ids: Sequence[int], message: Span, limit: int | None, formatted: bool) -> Iterator[str]:
-    """Yield what else shows the length of an output: its limit by powers of 2, its format, with which tokens a prompt
-    begins (the application's instructions), and which follow its last message (whether the model is to think first).
+    """Yield what else shows the length of an output: its limit by powers of 2, its format, with which tokens
+    a prompt begins (the application's instructions), and which follow its last message (whether the model is
+    to think first).
     """
     if limit is not None:
         yield f"most {limit.bit_length()}"

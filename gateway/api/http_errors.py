@@ -24,12 +24,13 @@ log = get_logger(__name__)
 ANTHROPIC_PATH = re.compile("/v1/messages(/|$)")
 """Paths whose errors have Anthropic's shape; all others have OpenAI's."""
 HTTP_LOGGER = "aiohttp.server"
-"""Logger in which aiohttp reports bytes that are not HTTP and clients that have left, each with its traceback."""
+"""Logger in which aiohttp reports bytes that are not HTTP and clients that have left, each with its
+traceback."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for client input that is not HTTP, which is answered with an error, and for a client that has
-    left: the log stays free of both."""
+    """Return False for client input that is not HTTP, which is answered with an error, and for a client that
+    has left: the log stays free of both."""
     error = record.exc_info[1] if record.exc_info else None
     # UnicodeEncodeError: aiohttp tried to repeat bytes that are not text. Our own errors never get here, see
     # `HttpServer._guarded`.

@@ -63,7 +63,8 @@ def single_header(request: web.Request, name: str) -> str:
 
 
 def with_api_key(headers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the headers of a call; the key that Anthropic's clients send has the form of other clients' keys."""
+    """Yield the headers of a call; the key that Anthropic's clients send has the form of other clients'
+    keys."""
     given = list(headers)
     has_authorization = any(name.lower() == "authorization" for name, _ in given)
     for name, value in given:

@@ -148,8 +148,8 @@ class _Sender:
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
     async def _needed(self) -> None:
-        """Wait until the task has something to do. During a silence, send comments that show the client a live
-        connection. Raises ConnectionResetError if it is closing."""
+        """Wait until the task has something to do. During a silence, send comments that show the client a
+        live connection. Raises ConnectionResetError if it is closing."""
         while True:
             if self._transport.is_closing():
                 raise ConnectionResetError("the client has left")

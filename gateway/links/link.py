@@ -165,8 +165,8 @@ class ShardLink:
         return stream.acceptance
 
     def take(self, stream: ClientStream, now: float) -> Batch:
-        """Return everything that arrived since the last call; `now` is in the loop's time. Raises the stream's
-        failure."""
+        """Return everything that arrived since the last call; `now` is in the loop's time. Raises the
+        stream's failure."""
         batch, messages = self.streams.take(stream, now)
         if messages:
             self._send(*messages)

@@ -366,7 +366,8 @@ def _ignore_interrupts() -> None:
 
 
 def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int, str]:
-    """Return the threads of each of these workers, and a sentence if all of them exceed the CPUs of this machine.
+    """Return the threads of each of these workers, and a sentence if all of them exceed the CPUs of this
+    machine.
 
     Raises StartupError if a single worker's do.
     """
@@ -385,7 +386,8 @@ def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int,
 
 @contextlib.contextmanager
 def _published(console: Console, stack: LocalStack) -> Iterator[bool]:
-    """Publish the addresses for the other commands inside the context; yield whether these find this system alone."""
+    """Publish the addresses for the other commands inside the context; yield whether these find this system
+    alone."""
     schedulers: dict[str, list[str]] = {}
     for name, shard in stack.schedulers.items():
         schedulers.setdefault(shard, []).append(stack.address(name))

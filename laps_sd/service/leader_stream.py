@@ -1,4 +1,5 @@
-"""The stream of a link to a scheduler: its messages, and why it ended. Gateway and worker read both in the same way."""
+"""The stream of a link to a scheduler: its messages, and why it ended. Gateway and worker read both in the
+same way."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ STREAM_ERRORS = (LinkBroken, PeerSilent, grpc.aio.AioRpcError, asyncio.InvalidSt
 
 
 async def next_reply(call: Any) -> tuple[Any, str | None]:
-    """Return the next message of a scheduler, and its kind. Raises LinkBroken at the end of the stream, for bytes that
-    are no message, and from a scheduler that does not lead."""
+    """Return the next message of a scheduler, and its kind. Raises LinkBroken at the end of the stream, for
+    bytes that are no message, and from a scheduler that does not lead."""
     reply = await call.read()
     if reply is grpc.aio.EOF:
         raise LinkBroken("the scheduler ended it")

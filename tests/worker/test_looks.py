@@ -1,4 +1,5 @@
-"""The probe inside the engine: when it looks at a request of the shipped pair, what it sees, and what it learns."""
+"""The probe inside the engine: when it looks at a request of the shipped pair, what it sees, and what it
+learns."""
 
 from __future__ import annotations
 

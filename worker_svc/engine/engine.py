@@ -68,7 +68,8 @@ class SpeculativeEngine:
         formats: Formats | None = None,
         probe: LengthProbe | None = None,
     ) -> None:
-        """`probe` predicts the output lengths that remain, by hidden states of the target; None: it is off."""
+        """`probe` predicts the output lengths that remain, by hidden states of the target; None: it is
+        off."""
         self.options = options
         self.fingerprint = fingerprint
         self.facts: tuple[str, ...] = ()

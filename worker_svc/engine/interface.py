@@ -201,8 +201,8 @@ class Capacity:
 
     @property
     def last_growth(self) -> int:
-        """The same at the end of a request: a draft does not go beyond max_tokens, unless a round is in flight,
-        whose tokens are not known when the draft is made.
+        """The same at the end of a request: a draft does not go beyond max_tokens, unless a round is in
+        flight, whose tokens are not known when the draft is made.
         """
         return self.growth if self.lag else 1 + self.lookahead
 
@@ -421,8 +421,9 @@ class Engine(Protocol):
     def cached_blocks(self) -> bytes:
         """Return the names of all prompt blocks whose KV it has, the most recently used last.
 
-        There are at most `prompt_blocks.most_cached` of the capacity. A request that begins with such blocks, all
-        of them from the first on, does not compute them. An engine may leave out some of those that it has.
+        There are at most `prompt_blocks.most_cached` of the capacity. A request that begins with such blocks,
+        all of them from the first on, does not compute them. An engine may leave out some of those that it
+        has.
         """
         ...
 

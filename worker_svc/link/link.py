@@ -126,7 +126,8 @@ class SchedulerLink:
     async def run(self) -> None:
         """Work until `Drained`.
 
-        Raises StartupError when the scheduler refuses this worker for good, EngineFailed when the engine is broken.
+        Raises StartupError when the scheduler refuses this worker for good, EngineFailed when the engine is
+        broken.
         """
         connecting = asyncio.create_task(self._keep_connected(), name="keep connected")
         self.runner.start(self._deliver)
@@ -259,8 +260,8 @@ class SchedulerLink:
             metrics.IGNORED.inc()
 
     async def _next_reply(self, call: Any) -> tuple[pb.WorkerLinkReply, str | None]:
-        """Return the next message of the scheduler and its kind. Raises LinkBroken as `next_reply` does, and if the
-        scheduler refuses this worker."""
+        """Return the next message of the scheduler and its kind. Raises LinkBroken as `next_reply` does, and
+        if the scheduler refuses this worker."""
         reply, kind = await next_reply(call)
         if kind == "refused":
             self._refused(reply.refused)

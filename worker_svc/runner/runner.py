@@ -2,8 +2,8 @@
 
 It owns the engine and runs in a thread or process of its own. Messages come from an inbox; outcomes go to the
 given `deliver`. A *turn* is: take in the messages that arrived, choose, make room, run one round, deliver its
-report. With an engine whose results are one round late (`Capacity.lag`) the report is that of the round before,
-and the choice is made on what was known then.
+report. With an engine whose results are one round late (`Capacity.lag`) the report is that of the round
+before, and the choice is made on what was known then.
 
 Invariants
   * Reports are numbered 1, 2, 3 …; a round is delivered exactly once (offering it again is the link's work).

@@ -1,4 +1,5 @@
-"""The one answer of a chat, read piece by piece, for APIs that show it in another form than chat completions."""
+"""The one answer of a chat, read piece by piece, for APIs that show it in another form than chat
+completions."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ __all__ = ["AnswerReader", "MakeReply", "StreamedReply"]
 
 
 class StreamedReply(Protocol):
-    """An answer in the form of one API: as server-sent events (`opening`, `events`, then `closing` or `failure`), or
-    whole (`add` every piece, then `whole`)."""
+    """An answer in the form of one API: as server-sent events (`opening`, `events`, then `closing` or
+    `failure`), or whole (`add` every piece, then `whole`)."""
 
     @property
     def id(self) -> str:
@@ -71,8 +72,8 @@ class MakeReply(Protocol):
 
 
 class AnswerReader:
-    """Reads the output of the one choice as deltas of a message of chat completions: `content`, `reasoning_content`,
-    `tool_calls`."""
+    """Reads the output of the one choice as deltas of a message of chat completions: `content`,
+    `reasoning_content`, `tool_calls`."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class AnswerReader:
         return deltas
 
     def message(self) -> list[Json]:
-        """Return the whole message of an output that is over, as deltas: without calls that were cut off, which are
-        content there."""
+        """Return the whole message of an output that is over, as deltas: without calls that were cut off,
+        which are content there."""
         read = {"content": "".join(self._texts)} if self._reader is None else self._reader.message()
         calls = [call | {"index": index} for index, call in enumerate(read.get("tool_calls", ()))]
         deltas: list[Json] = [

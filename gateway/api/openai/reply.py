@@ -219,8 +219,8 @@ class Reply:
         return sse(self._chunk(index, {"delta": delta}, None))
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return the event of a text: most of what a gateway sends. Only the text and the usage change from one
-        to the next, so the rest is made once; `_chunk` describes what results."""
+        """Return the event of a text: most of what a gateway sends. Only the text and the usage change from
+        one to the next, so the rest is made once; `_chunk` describes what results."""
         if self._has_logprobs or self._parsed.return_token_ids:
             return sse(self._chunk(index, self._content(text), None))
         choice = self._choices[index]

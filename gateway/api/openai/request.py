@@ -1,8 +1,8 @@
 """Bodies of chat completions and completions, as the messages that all protocols share.
 
 Fields that the engine supports are used; fields that merely label a request are accepted and ignored; every
-other field is refused by name, unless its value requests nothing (`null`, `store: false`, `n: 1` …). An answer
-never silently leaves out a requested feature.
+other field is refused by name, unless its value requests nothing (`null`, `store: false`, `n: 1` …). An
+answer never silently leaves out a requested feature.
 
 The models check only shapes, and numbers of items against the largest possible settings; bounds are those of
 `gateway.calls.validation`, which gets the same message from every protocol.
@@ -91,8 +91,8 @@ IGNORED_FIELDS = ("metadata", "prompt_cache_retention", "request_id", "safety_id
 """Fields that label a request and have no effect on it."""
 
 CONVERSATION_FIELDS = ("prompt_cache_key", "session_id", "user")
-"""Fields by which the turns of a conversation are recognised if `conversation` is not given: the first that is a text,
-whatever its length. Other values have no effect."""
+"""Fields by which the turns of a conversation are recognised if `conversation` is not given: the first that
+is a text, whatever its length. Other values have no effect."""
 
 CONVERSIONS: Mapping[str, Callable[[int], int]] = {
     "seed": lambda seed: seed % 2**64,
@@ -127,7 +127,8 @@ class ParsedRequest:
     prompt_logprobs: int | None = None
     """Alternatives of each token in the field of this name; None: it is not wanted."""
     names: Sequence[tuple[str, str]] = ()
-    """Beginnings of names of fields, with those of the API whose body this was; see `fields_of_chats.renamed`."""
+    """Beginnings of names of fields, with those of the API whose body this was; see
+    `fields_of_chats.renamed`."""
     tokens_as_ids: bool = False
     """Log probabilities name tokens by their ids."""
 

@@ -50,7 +50,8 @@ class DetokenizeBody(Model):
 
 
 def read_tokenize(body: Json, on_unknown: OnUnknown) -> tuple[GenerateRequest, bool]:
-    """Return the prompt as a request, and whether the answer has the tokens' texts. Raises InvalidArgument."""
+    """Return the prompt as a request, and whether the answer has the tokens' texts. Raises
+    InvalidArgument."""
     read = validated(TokenizeBody, body)
     if (read.prompt is None) == (read.messages is None):
         raise InvalidArgument("prompt", "must be given, or messages, and not both")

@@ -1,5 +1,5 @@
-"""Fields of a body that have no meaning here: refused, or ignored with one line in the log for each name; and fields
-that are not supported, which are refused if their value requests something."""
+"""Fields of a body that have no meaning here: refused, or ignored with one line in the log for each name; and
+fields that are not supported, which are refused if their value requests something."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check_fields(
     on_unknown: OnUnknown,
     reasons: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse what a body requests of the fields that are not supported, and call `on_unknown` with the names of those
-    that are not `known` either. `reasons`: why fields are not supported. Raises InvalidArgument."""
+    """Refuse what a body requests of the fields that are not supported, and call `on_unknown` with the names
+    of those that are not `known` either. `reasons`: why fields are not supported. Raises InvalidArgument."""
     for name, value in body.items():
         if value is None or name in known:
             continue

@@ -287,8 +287,8 @@ class TestAStream:
     async def test_that_fails_sends_nothing_behind_its_end(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Output of the second choice arrives just when the failure of the first is sent. Behind the end of the
-        body, a client would read it as the beginning of the next answer."""
+        """Output of the second choice arrives just when the failure of the first is sent. Behind the end of
+        the body, a client would read it as the beginning of the next answer."""
         failure, streams = Reply.failure, served.running.link.streams
 
         def failure_and_output(reply: Reply, error: LapsSdError) -> bytes:

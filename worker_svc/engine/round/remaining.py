@@ -14,7 +14,8 @@ from worker_svc.engine.round.request import RoundRequest
 class Remaining:
     """Looks at the requests of rounds by `probe`; does nothing without one.
 
-    A look is by the last token of the context before the round, whose place in the forward is known in advance.
+    A look is by the last token of the context before the round, whose place in the forward is known in
+    advance.
     """
 
     def __init__(self, probe: LengthProbe | None) -> None:
@@ -35,7 +36,8 @@ class Remaining:
     def settle(
         self, requests: SequenceOf[RoundRequest], reports: SequenceOf[RequestRound]
     ) -> tuple[RequestRound, ...]:
-        """Look at the marked requests, and learn from those that have ended; return the reports with predictions."""
+        """Look at the marked requests, and learn from those that have ended; return the reports with
+        predictions."""
         if self.probe is None:
             return tuple(reports)
         try:

@@ -152,7 +152,8 @@ class ResponsesBody(Model):
 
 
 def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Json]:
-    """Return the chat that a body describes, and the fields that the answer repeats. Raises InvalidArgument."""
+    """Return the chat that a body describes, and the fields that the answer repeats. Raises
+    InvalidArgument."""
     read = validated(ResponsesBody, body)
     _check_other_fields(body, read, on_unknown)
     chat: Json = {
