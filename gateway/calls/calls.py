@@ -14,25 +14,21 @@ No other module submits requests. A limit or a rule that is checked here holds f
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from gateway import metrics
-from gateway.calls.bad_words import BadWords
-from gateway.calls.completion import cache_salt, complete
 from gateway.calls.generation import Attachment, Generation
 from gateway.calls.output import Output, accepted_event
 from gateway.calls.prompts import Prompts
 from gateway.calls.request_log import log_end
 from gateway.calls.stream_metrics import StreamMetrics
-from gateway.calls.tools import output_format_of
+from gateway.calls.submissions import Submissions
 from gateway.calls.validation import (
     check_ids,
     check_model,
-    check_prompt_logprobs,
     check_request,
     check_whole_answer,
     choices_of,
@@ -42,15 +38,11 @@ from gateway.links.link import ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
-from gateway.model.formats import FormatJudge
-from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.contract.length_features import FeatureHash
-from laps_sd.contract.limits import prompt_logprobs_in_all
-from laps_sd.contract.prompt_blocks import name_blocks
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.advice import StreamTurns
 from laps_sd.service.tracing import Tracing
@@ -89,7 +81,7 @@ class Calls:
         self._tracing = tracing
         self._shards = shards
         self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
-        self._formats = FormatJudge()
+        self._submissions = Submissions(settings, model, self._prompts)
         self._open = 0
         """Outputs of the calls that are admitted, also before their streams are open."""
         self._refused = StreamTurns()
@@ -114,7 +106,7 @@ class Calls:
     async def close(self) -> None:
         """Release what the calls share: the process that checks formats. Call it after the last call has
         ended."""
-        await self._formats.close()
+        await self._submissions.close()
 
     @asynccontextmanager
     async def generate(
@@ -127,10 +119,10 @@ class Calls:
     ) -> AsyncIterator[Generation]:
         """Submit every choice of every request, and wait until all are accepted.
 
-        Choices are numbered consecutively: those of the first request, then those of the second. `reads_markup`: the
-        caller finds calls of tools and reasoning in the text. Their markup then is text even where it is special
-        tokens, and an output format applies after the reasoning. `in_one_message`: the caller sends the whole
-        output in one message of gRPC, so that it must not be too large for one.
+        Choices are numbered consecutively: those of the first request, then those of the second.
+        `reads_markup`: the caller finds calls of tools and reasoning in the text. Their markup then is text
+        even where it is special tokens, and an output format applies after the reasoning. `in_one_message`:
+        the caller sends the whole output in one message of gRPC, so that it must not be too large for one.
         """
         began = _now()
         with ExitStack() as stack:
@@ -144,8 +136,8 @@ class Calls:
                 caller = _no_later_than(by_field, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
                 async with _until(by_field):
-                    submissions, states = await self._submissions(
-                        requests, caller, span.traceparent, reads_markup=reads_markup
+                    submissions, states = await self._submissions.of(
+                        requests, caller.tenant, span.traceparent, reads_markup=reads_markup
                     )
                     if in_one_message:
                         check_whole_answer(submissions, self.settings.max_answer_bytes)
@@ -248,78 +240,6 @@ class Calls:
                 "n", f"must be at most {self.settings.max_choices} outputs of one call, got {count}"
             )
         return count
-
-    async def _submissions(
-        self,
-        requests: Sequence[inference_pb2.GenerateRequest],
-        caller: Caller,
-        traceparent: str,
-        *,
-        reads_markup: bool,
-    ) -> tuple[list[link_pb2.Submit], list[State | None]]:
-        """Return all submissions of a call, and where the output of each begins if its reasoning will be read.
-        Raises before any of them is submitted."""
-        made: list[link_pb2.Submit] = []
-        states: list[State | None] = []
-        of_prompts = 0
-        bad_words = BadWords(self.model)
-        for request in requests:
-            rendered = self._prompts.rendered(request)
-            markers = self.model.dialect.reasoning
-            state = markers.state_after(rendered) if markers and rendered and reads_markup else None
-            wanted = await self._format_of(request, state)
-            prompt_ids = await self._prompts.ids_of(request, rendered)
-            if wants_prompt := request.HasField("prompt_logprobs"):
-                each = prompt_logprobs_in_all(len(prompt_ids), request.prompt_logprobs)
-                of_prompts += choices_of(request) * each
-                check_prompt_logprobs(of_prompts, self.settings)
-            features = self._prompts.features_of(request)
-            # What a worker has computed of such a prompt saves it nothing.
-            salt = cache_salt(request, self.settings, caller.tenant)
-            blocks = b"" if wants_prompt else name_blocks(prompt_ids, salt)
-            seed = secrets.randbits(64)
-            for choice in range(choices_of(request)):
-                submit = complete(
-                    request,
-                    prompt_ids,
-                    settings=self.settings,
-                    model=self.model,
-                    tenant=caller.tenant,
-                    fallback_seed=seed,
-                    choice=choice,
-                    bad_words=bad_words,
-                )
-                if wanted.WhichOneof("format"):
-                    submit.specification.output_format.CopyFrom(wanted)
-                submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
-                submit.traceparent = traceparent
-                submit.length_features.extend(features)
-                submit.prompt_blocks = blocks
-                made.append(submit)
-                states.append(state)
-        return made, states
-
-    async def _format_of(
-        self, request: inference_pb2.GenerateRequest, state: State | None
-    ) -> inference_pb2.OutputFormat:
-        """Return the output format of a request. Raises InvalidArgument if no worker could compile it."""
-        await self._check_format(request.output_format)
-        made = output_format_of(request, self.model, state)
-        if made is None:
-            return request.output_format
-        judged = output_format_of(request, self.model, state, judged=True)
-        assert judged is not None, "the tokenizer does not matter"
-        await self._check_format(judged, field="messages.tools" if request.messages.tools else "")
-        return made
-
-    async def _check_format(self, wanted: inference_pb2.OutputFormat, *, field: str = "") -> None:
-        """Raise InvalidArgument if no worker could compile the output format; it names the field if one is given."""
-        kind = wanted.WhichOneof("format")
-        if kind is None or kind == "json_object":
-            return
-        problem = await self._formats.problem_of(kind, getattr(wanted, kind))
-        if problem:
-            raise InvalidArgument(field or f"output_format.{kind}", problem)
 
     @asynccontextmanager
     async def _opened(
@@ -432,8 +352,8 @@ async def _until(deadline: float | None) -> AsyncIterator[None]:
 
 @contextmanager
 def _ends_late(generation: Generation, deadline: float | None) -> Iterator[None]:
-    """Fail a call whose scheduler does not end it at the deadline of the request's field: there may be none that
-    leads, or its record may be gone."""
+    """Fail a call whose scheduler does not end it at the deadline of the request's field: there may be none
+    that leads, or its record may be gone."""
     if deadline is None:
         yield
         return
@@ -443,12 +363,6 @@ def _ends_late(generation: Generation, deadline: float | None) -> Iterator[None]
         yield
     finally:
         timer.cancel()
-
-
-def _key_of(key: str, *, output: int) -> str:
-    """Return the idempotency key of one output of a call. A client's key never contains a line feed, so no
-    key made here equals a client's key."""
-    return f"{key}\n{output}" if key and output else key
 
 
 def _now() -> float:

@@ -180,7 +180,7 @@ class TestCalls:
         """The child is stopped, as with a format whose check never ends: all calls that need no check
         continue.
         """
-        judge = running.gateway.calls._formats
+        judge = running.gateway.calls._submissions._formats
         assert await judge.problem_of("regex", "[a-z]+") == ""
         ids = model.encode_rendered("hello world")
         stream = running.stub.GenerateStream(GenerateRequest(text="the quick"))

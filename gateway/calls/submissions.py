@@ -1,0 +1,117 @@
+"""The submissions of a call: one for each output of each request, with its prompt as token ids and its
+format."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from gateway.calls.bad_words import BadWords
+from gateway.calls.completion import cache_salt, complete
+from gateway.calls.prompts import Prompts
+from gateway.calls.tools import output_format_of
+from gateway.calls.validation import check_prompt_logprobs, choices_of
+from gateway.model.formats import FormatJudge
+from gateway.model.reasoning import State
+from gateway.model.tokenizer import ModelFiles
+from gateway.settings import GatewaySettings
+from laps_sd.contract.limits import prompt_logprobs_in_all
+from laps_sd.contract.prompt_blocks import name_blocks
+from laps_sd.errors import InvalidArgument
+from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1 import inference_pb2
+
+__all__ = ["Submissions"]
+
+
+class Submissions:
+    """Makes the submissions of all calls of a gateway from their checked requests."""
+
+    def __init__(self, settings: GatewaySettings, model: ModelFiles, prompts: Prompts) -> None:
+        self._settings = settings
+        self._model = model
+        self._prompts = prompts
+        self._formats = FormatJudge()
+
+    async def close(self) -> None:
+        """End the process that checks formats."""
+        await self._formats.close()
+
+    async def of(
+        self,
+        requests: Sequence[inference_pb2.GenerateRequest],
+        tenant: str,
+        traceparent: str,
+        *,
+        reads_markup: bool,
+    ) -> tuple[list[link_pb2.Submit], list[State | None]]:
+        """Return all submissions of a call, and where the output of each begins if its reasoning will be
+        read. Raises before any of them is submitted."""
+        made: list[link_pb2.Submit] = []
+        states: list[State | None] = []
+        of_prompts = 0
+        bad_words = BadWords(self._model)
+        for request in requests:
+            rendered = self._prompts.rendered(request)
+            markers = self._model.dialect.reasoning
+            state = markers.state_after(rendered) if markers and rendered and reads_markup else None
+            wanted = await self._format_of(request, state)
+            prompt_ids = await self._prompts.ids_of(request, rendered)
+            if wants_prompt := request.HasField("prompt_logprobs"):
+                each = prompt_logprobs_in_all(len(prompt_ids), request.prompt_logprobs)
+                of_prompts += choices_of(request) * each
+                check_prompt_logprobs(of_prompts, self._settings)
+            features = self._prompts.features_of(request)
+            salt = cache_salt(request, self._settings, tenant)
+            # A prompt whose log probabilities are wanted is computed again, whatever a worker has of it.
+            blocks = b"" if wants_prompt else name_blocks(prompt_ids, salt)
+            seed = secrets.randbits(64)
+            for choice in range(choices_of(request)):
+                submit = complete(
+                    request,
+                    prompt_ids,
+                    settings=self._settings,
+                    model=self._model,
+                    tenant=tenant,
+                    fallback_seed=seed,
+                    choice=choice,
+                    bad_words=bad_words,
+                )
+                if wanted.WhichOneof("format"):
+                    submit.specification.output_format.CopyFrom(wanted)
+                submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
+                submit.traceparent = traceparent
+                submit.length_features.extend(features)
+                submit.prompt_blocks = blocks
+                made.append(submit)
+                states.append(state)
+        return made, states
+
+    async def _format_of(
+        self, request: inference_pb2.GenerateRequest, state: State | None
+    ) -> inference_pb2.OutputFormat:
+        """Return the output format of a request. Raises InvalidArgument if no worker could compile it."""
+        await self._check_format(request.output_format)
+        made = output_format_of(request, self._model, state)
+        if made is None:
+            return request.output_format
+        judged = output_format_of(request, self._model, state, judged=True)
+        assert judged is not None, "the tokenizer does not matter"
+        await self._check_format(judged, field="messages.tools" if request.messages.tools else "")
+        return made
+
+    async def _check_format(self, wanted: inference_pb2.OutputFormat, *, field: str = "") -> None:
+        """Raise InvalidArgument if no worker could compile the output format; it names the field if one is
+        given."""
+        kind = wanted.WhichOneof("format")
+        if kind is None or kind == "json_object":
+            return
+        problem = await self._formats.problem_of(kind, getattr(wanted, kind))
+        if problem:
+            raise InvalidArgument(field or f"output_format.{kind}", problem)
+
+
+def _key_of(key: str, *, output: int) -> str:
+    """Return the idempotency key of one output of a call. A client's key never contains a line feed, so no
+    key made here equals a client's key."""
+    return f"{key}\n{output}" if key and output else key
