@@ -331,6 +331,17 @@ def test_a_stop_string_teaches_a_length_and_a_cancellation_does_not() -> None:
         assert seen("") == learned
 
 
+@BOTH
+def test_when_no_request_is_left_the_core_knows_of_every_end(asynchronous: bool) -> None:
+    """Steps are merged, and no step follows the last one whose report could bring its ends."""
+    server = laps(asynchronous=asynchronous)
+    run(server, [Job(0, 16, 20, kind="chat"), Job(0, 16, 9, kind="chat"), Job(1, 16, 5, kind="chat")])
+
+    core = server.scheduler.one_worker.core
+    assert core.priors.lengths_seen("chat") == pytest.approx(3, abs=0.01)  # it forgets slowly
+    assert sum(core.depth_by_level()) == 0
+
+
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_cancelled_request_leaves_nothing(paused: bool) -> None:
     server = laps(slots=1, residents=4)
