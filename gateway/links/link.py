@@ -260,13 +260,18 @@ class ShardLink:
     async def _visit(self, address: str) -> Visit:
         """Dial one scheduler, and stay connected as long as it leads and its messages arrive."""
         greeted = False
-        leader = ""
-        call: Call[link_pb2.GatewayMessage, link_pb2.GatewayLinkReply] | None = None
+        leader = denied = ""
         try:
             async with make_channel(address, self._tls) as channel:
-                stub = gateway_link_pb2_grpc.GatewayLinkStub(channel)
-                call = stub.Connect()
-                hello = await exchange_hellos(call, self.gateway_id, timeout_s=self._settings.dial_timeout_s)
+                connect = gateway_link_pb2_grpc.GatewayLinkStub(channel).Connect
+                call = connect()
+                try:
+                    hello = await exchange_hellos(
+                        call, self.gateway_id, timeout_s=self._settings.dial_timeout_s
+                    )
+                except STREAM_ERRORS:
+                    denied = await denial(call, connect)
+                    raise
                 self._on_hello(hello, address)
                 greeted = True
                 self._channel = channel
@@ -278,7 +283,7 @@ class ShardLink:
             leader = error.leader if isinstance(error, LinkBroken) else ""
             if greeted:
                 log.warning("link broken", shard=self.shard, address=address, reason=reason_of(error))
-            elif denied := await denial(call):
+            elif denied:
                 log.error("the scheduler does not serve this gateway", address=address, reason=denied)
             else:
                 log.debug("no leader there", shard=self.shard, address=address, reason=reason_of(error))

@@ -4,6 +4,8 @@ same way."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -15,6 +17,8 @@ __all__ = ["STREAM_ERRORS", "denial", "next_reply", "reason_of"]
 
 STREAM_ERRORS = (LinkBroken, PeerSilent, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
 """What ends a stream, or keeps it from beginning."""
+REFUSAL_S = 1.0
+"""Longest time, in seconds, that a refusal may take (our choice)."""
 
 
 async def next_reply(call: Any) -> tuple[Any, str | None]:
@@ -43,8 +47,19 @@ def reason_of(error: Exception) -> str:
     return str(error)
 
 
-async def denial(call: Any) -> str:
-    """Return the message of a server that refuses this certificate; empty if it has not refused."""
-    if call is None or not call.done() or await call.code() is not grpc.StatusCode.PERMISSION_DENIED:
+async def denial(call: Any, connect: Callable[[], Any]) -> str:
+    """Return the message of a server that refuses this certificate; empty if it has not refused. `call` ended
+    before a greeting, and `connect` makes another one.
+
+    A server refuses a stream before it has read anything. A write that meets the refusal fails, and gRPC then
+    has INTERNAL in place of the server's status, which comes again on a stream that nothing is written to.
+    """
+    if call is None or not call.done():
         return ""
-    return str(await call.details())
+    if await call.code() is grpc.StatusCode.INTERNAL:
+        call = connect()
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async with asyncio.timeout(REFUSAL_S):
+                await call.read()
+        call.cancel()
+    return str(await call.details()) if await call.code() is grpc.StatusCode.PERMISSION_DENIED else ""

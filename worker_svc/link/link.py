@@ -221,6 +221,7 @@ class SchedulerLink:
         greeted = False
         leader = ""
         channel = wire.make_channel(address, self._tls)
+        connect = WorkerLinkStub(channel).Connect
         call: Any = None
         reason = ""
         try:
@@ -228,7 +229,7 @@ class SchedulerLink:
                 # A hello lists all held requests: it is made only for a scheduler that is listening.
                 if not await wire.reach(channel):
                     raise LinkBroken("it cannot be reached")
-                call = WorkerLinkStub(channel).Connect()
+                call = connect()
                 await call.write(pb.WorkerMessage(hello=await self._hello()))
                 greeting = await self._read_hello(call)
             self._greeted(greeting, address)
@@ -240,7 +241,7 @@ class SchedulerLink:
         finally:
             self.connected = False
             metrics.CONNECTED.set(0)
-            denied = await denial(call)
+            denied = "" if greeted else await denial(call, connect)
             if call is not None:
                 call.cancel()
             await channel.close()
