@@ -182,7 +182,7 @@ class ServedStack:
     async def _connected(self) -> AsyncIterator[Send]:
         """Yield the public API over a connection that is up."""
         address = self._stack.gateway_address
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        async with grpc.aio.insecure_channel(address, options=channel_options(address)) as channel:
             await channel.channel_ready()
             yield inference_pb2_grpc.InferenceStub(channel).GenerateStream
 

@@ -121,7 +121,7 @@ async def serve(address: str, wanted: Sequence[Conversation], salt: str) -> list
     """Hold all conversations; return the turns by number. Raise RuntimeError if one failed."""
     results = [Served() for _ in range(CONVERSATIONS * TURNS)]
     start_s = time.monotonic() + 0.5
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+    async with grpc.aio.insecure_channel(address, options=channel_options(address)) as channel:
         await channel.channel_ready()
         stub = inference_pb2_grpc.InferenceStub(channel)
 

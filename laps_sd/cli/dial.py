@@ -210,7 +210,7 @@ def channel(url: str, ca: Path | None = None, *, name: str = "") -> grpc.Channel
 
 def _channel(url: str, tls: Tls, name: str = "") -> grpc.Channel:
     address, secure = endpoint(url, tls, name)
-    options = channel_options()
+    options = channel_options(address)
     if secure is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import ClassVar
 
 from laps_sd.service import log as logging
 from laps_sd.service.config import Settings, field
-from laps_sd.service.listening import available_host
+from laps_sd.service.listening import available_host, is_loopback
 from laps_sd.service.wire import MAX_MESSAGE_BYTES, Tls
 
 
@@ -85,10 +84,7 @@ class ServingSettings(Settings):
     @property
     def local_only(self) -> bool:
         """Return whether only this machine can call."""
-        try:
-            return self.grpc_host == "localhost" or ip_address(self.grpc_host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.grpc_host)
 
     @property
     def tls(self) -> Tls | None:

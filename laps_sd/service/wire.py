@@ -18,6 +18,7 @@ import grpc.aio
 
 from laps_sd.errors import StartupError
 from laps_sd.service.config import Settings, field
+from laps_sd.service.listening import is_loopback
 from laps_sd.service.log import get_logger
 
 __all__ = [
@@ -73,10 +74,11 @@ def server_options(
     ]
 
 
-def channel_options() -> list[tuple[str, int]]:
-    """Return the options for `grpc.aio.insecure_channel`.
+def channel_options(address: str) -> list[tuple[str, int]]:
+    """Return the options for a channel to `host:port`.
 
-    Reconnects start after 0.1 s and back off to 2 s.
+    Reconnects start after 0.1 s and back off to 2 s. This machine itself is dialled directly, also if an environment
+    variable (http_proxy, https_proxy) names a proxy, which gRPC would use for it too.
     """
     return [
         *_common_options(MAX_MESSAGE_BYTES),
@@ -86,6 +88,7 @@ def channel_options() -> list[tuple[str, int]]:
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # A channel per attempt: pauses between attempts are the dialler's, not those of an earlier channel.
         ("grpc.use_local_subchannel_pool", 1),
+        *([("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []),
     ]
 
 
@@ -197,7 +200,7 @@ def link_tls(settings: LinkSettings) -> Tls | None:
 
 def make_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel to `host:port`."""
-    options = channel_options()
+    options = channel_options(address)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(

@@ -7,7 +7,7 @@ import socket
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from laps_sd.service.wire import Tls
+from laps_sd.service.wire import Tls, channel_options
 from laps_sd.stack.ports import HOST
 
 __all__ = ["answers_ping", "is_serving"]
@@ -26,10 +26,11 @@ def is_serving(
         socket.create_connection((host, int(port)), timeout_s).close()
     except OSError:
         return False
+    options = channel_options(address)
     with (
-        grpc.insecure_channel(address)
+        grpc.insecure_channel(address, options=options)
         if tls is None
-        else grpc.secure_channel(address, tls.channel_credentials())
+        else grpc.secure_channel(address, tls.channel_credentials(), options=options)
     ) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(

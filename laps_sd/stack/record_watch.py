@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import grpc
 
+from laps_sd.service.wire import channel_options
 from laps_sd.stack.local import LocalStack
 from laps_sd.stack.polling import Polling
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
@@ -61,7 +62,7 @@ class RecordWatch(Polling):
 
     def _query(self, address: str) -> admin_pb2.GetRecordResponse | None:
         """Return a scheduler's state of its record; None if it does not answer."""
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(address, options=channel_options(address)) as channel:
             try:
                 answer: admin_pb2.GetRecordResponse = admin_pb2_grpc.AdminStub(channel).GetRecord(
                     admin_pb2.GetRecordRequest(), timeout=ANSWER_S

@@ -30,7 +30,8 @@ from laps_sd import errors
 from laps_sd.service import interceptor, wire
 from laps_sd.service.serving import ServiceApp, StartupError, TaskFailed
 from laps_sd.service.serving_settings import ServingSettings
-from laps_sd.service.wire import Tls, make_channel
+from laps_sd.service.wire import Tls, channel_options, make_channel
+from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import gateway_link_pb2, gateway_link_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
@@ -138,6 +139,21 @@ async def test_every_address_is_one_of_ipv6_and_of_ipv4():
             assert "python_info" in await asyncio.to_thread(
                 lambda url=url: urllib.request.urlopen(url).read().decode()
             )
+
+
+async def test_this_machine_is_dialled_directly_whatever_proxy_the_environment_names(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with running() as (app, _, channel):
+        app.set_ready(True)
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"))
+        assert await asyncio.to_thread(is_serving, f"127.0.0.1:{app.port}", "liveness")
+    for address in ("localhost:1", "127.8.8.8:1", "[::1]:1"):
+        assert ("grpc.enable_http_proxy", 0) in channel_options(address)
+    for address in ("models.example.com:443", "10.0.0.1:50051", "[fd00::1]:50051"):
+        assert "grpc.enable_http_proxy" not in dict(channel_options(address))
 
 
 async def test_without_ipv6_every_address_is_one_of_ipv4(monkeypatch):

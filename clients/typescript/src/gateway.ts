@@ -6,6 +6,7 @@ import { fromBinary, toBinary, type DescMessage, type DescMethodServerStreaming,
 import { Client, Metadata, credentials, type CallOptions, type ChannelCredentials } from "@grpc/grpc-js";
 
 const MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
+const LOOPBACK = /^(localhost|127(\.\d+){3}|\[::1\]):\d+$/;
 
 /** PEM files. `ca` verifies the gateway, without it Node's roots do; with `cert` and `key` this client identifies itself. */
 export interface Tls {
@@ -39,6 +40,8 @@ export class Gateway {
       "grpc.initial_reconnect_backoff_ms": 100,
       "grpc.max_reconnect_backoff_ms": 2_000,
       "grpc.use_local_subchannel_pool": 1,
+      // This machine itself is dialled directly, also if an environment variable names a proxy.
+      ...(LOOPBACK.test(address) && { "grpc.enable_http_proxy": 0 }),
       ...(tls?.serverName && {
         "grpc.ssl_target_name_override": tls.serverName,
         "grpc.default_authority": tls.serverName,

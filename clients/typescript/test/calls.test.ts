@@ -187,6 +187,16 @@ test("closing a client ends its streams", async () => {
   await assert.rejects(all(events), { name: "Cancelled", message: "the client was closed" });
 });
 
+test("this machine is dialled directly, whatever proxy the environment names", async (t) => {
+  process.env["grpc_proxy"] = "http://127.0.0.1:1";
+  const direct = new Client(address, { retryMs: 0 });
+  t.after(() => {
+    delete process.env["grpc_proxy"];
+    direct.close();
+  });
+  assert.equal((await direct.models()).length, 1);
+});
+
 test("a client needs an address", () => {
   assert.throws(() => new Client([]), TypeError);
 });

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from ipaddress import ip_address
 from pathlib import Path
 
 from aiohttp import web
@@ -27,6 +26,7 @@ from gateway.calls.calls import Caller, Calls
 from gateway.links.shards import Shards
 from gateway.tenants import ANONYMOUS, Tenants
 from laps_sd.errors import LapsSdError, NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from laps_sd.service.listening import is_loopback
 
 __all__ = ["MAX_VIEWERS", "POLICY", "ConsoleRoutes"]
 
@@ -136,7 +136,7 @@ class ConsoleRoutes:
         if tenant == ANONYMOUS:
             if not self._local_only:
                 raise Unauthenticated("the console needs a key at a gateway that other machines can call")
-            if not _is_loopback(request.host):
+            if not _names_this_machine(request.host):
                 # A page of another site whose name was made to resolve to this machine (DNS rebinding).
                 raise PermissionDenied("without a key the console is served at localhost only")
         return Caller(tenant=tenant)
@@ -158,10 +158,9 @@ class _File:
         }
 
 
-def _is_loopback(host: str) -> bool:
+def _names_this_machine(host: str) -> bool:
     """Return whether the value of a Host header is a name of this machine itself."""
     try:
-        name = URL(f"http://{host}").host or ""
-        return name == "localhost" or ip_address(name).is_loopback
+        return is_loopback(URL(f"http://{host}").host or "")
     except ValueError:
         return False
