@@ -31,13 +31,16 @@ HELD_S = MAX_PAUSE_S
 request may wait in the queue for longer than the time limit of an outage, behind a proxy that cuts idle connections.
 """
 
+LONGEST_S = 1e9
+"""Longest time limit that is one: gRPC takes more, or infinity, for a deadline that has passed."""
+
 
 class Patience:
     """Time limit for repeating a call that has had no effect yet. Pure; time is an argument."""
 
     def __init__(self, retry_s: float, *, timeout_s: float | None, now: float) -> None:
         self._until = now + retry_s
-        self._deadline = None if timeout_s is None else now + timeout_s
+        self._deadline = _deadline(timeout_s, now)
         self._attempts = 0
 
     def timeout_s(self, now: float) -> float | None:
@@ -71,7 +74,7 @@ class Progress:
         if isinstance(request, GenerateRequest) and self._own_key:
             request.idempotency_key = secrets.token_hex(16)
         self._request = request
-        self._deadline = None if timeout_s is None else now + timeout_s
+        self._deadline = _deadline(timeout_s, now)
         self._reconnect_s = reconnect_s
         self._lost_at: float | None = None
         self._attempts = 0
@@ -161,6 +164,10 @@ class Progress:
         """Return the requests of the outputs that have not ended, in words."""
         ids = [output.request_id for output in self._outputs if output.request_id and not output.ended]
         return f"{'request' if len(ids) == 1 else 'requests'} {', '.join(ids)}" if ids else ""
+
+
+def _deadline(timeout_s: float | None, now: float) -> float | None:
+    return None if timeout_s is None or timeout_s > LONGEST_S else now + timeout_s
 
 
 class _Reading:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -607,6 +608,13 @@ class TestAsyncClient:
             ids = await client.tokenize("hello world")
             assert ids == running.model.encode_text("hello world")
             assert await client.detokenize(ids) == "hello world"
+
+    @pytest.mark.parametrize("timeout_s", [math.inf, 1e12])
+    async def test_a_time_limit_without_end_is_none(self, running: Running, timeout_s: float) -> None:
+        async with AsyncClient(address(running)) as client:
+            assert await client.models(timeout_s=timeout_s)
+            async with client.stream("x", timeout_s=timeout_s) as events:
+                assert isinstance(await anext(events), Accepted)
 
     async def test_the_hard_deadline_holds(self, running: Running) -> None:
         async with AsyncClient(address(running)) as client:
