@@ -130,7 +130,9 @@ class AsyncClient:
         return self.send(make_request(prompt, **options), timeout_s=timeout_s)
 
     def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
-        """Send a ready request and return its events. It gets an idempotency key if it has none."""
+        """Send a ready request and return its events. It is sent with an idempotency key if it has none; the
+        message itself stays as it is, and may be sent again.
+        """
         return AsyncStream(self._events(request, timeout_s))
 
     def resume(

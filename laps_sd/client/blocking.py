@@ -230,7 +230,9 @@ class Client:
         return self.send(make_request(prompt, **options), timeout_s=timeout_s)
 
     def send(self, request: GenerateRequest, *, timeout_s: float | None = None) -> Stream:
-        """Send a ready request and return its events. It gets an idempotency key if it has none."""
+        """Send a ready request and return its events. It is sent with an idempotency key if it has none; the
+        message itself stays as it is, and may be sent again.
+        """
         return self._stream(lambda client: client.send(request, timeout_s=timeout_s))
 
     def resume(

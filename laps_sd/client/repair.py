@@ -58,7 +58,10 @@ class Patience:
 
 
 class Progress:
-    """Progress of the outputs of one call, and the repair of a lost connection. Pure; time is an argument."""
+    """Progress of the outputs of one call, and the repair of a lost connection. Pure; time is an argument.
+
+    The caller's request is not changed: it may be sent again, as another request.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,9 @@ class Progress:
         self._patience = Patience(retry_s, timeout_s=timeout_s, now=now)
         self._own_key = isinstance(request, GenerateRequest) and not request.idempotency_key
         if isinstance(request, GenerateRequest) and self._own_key:
-            request.idempotency_key = secrets.token_hex(16)
+            keyed = GenerateRequest(idempotency_key=secrets.token_hex(16))
+            keyed.MergeFrom(request)
+            request = keyed
         self._request = request
         self._deadline = _deadline(timeout_s, now)
         self._reconnect_s = reconnect_s

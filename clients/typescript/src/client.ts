@@ -91,7 +91,7 @@ export class Client {
     return this.send(makeRequest(prompt, fields), { ...(timeoutMs !== undefined && { timeoutMs }), ...(signal && { signal }) });
   }
 
-  /** Sends a ready request and yields its events. It gets an idempotency key if it has none. */
+  /** Sends a ready request, which stays as it is, and yields its events. It is sent with an idempotency key if it has none. */
   send(request: GenerateRequest, options: CallOptions = {}): AsyncGenerator<StreamEvent, void, undefined> {
     return this.#events(request, options);
   }

@@ -80,12 +80,11 @@ export class Progress {
   #attempts = 0;
   #repeatedAt: number | undefined; // when this connection brought what was known
 
-  /** A request without an idempotency key gets one, so that no attempt can run it twice. */
+  /** The request is not changed. One without an idempotency key is sent with one, so that no attempt can run it twice. */
   constructor(request: GenerateRequest | ResumeRequest, limits: Limits, now: number) {
     const generates = request.$typeName === "laps_sd.v1.GenerateRequest";
     this.#ownKey = generates && !request.idempotencyKey;
-    if (generates && this.#ownKey) request.idempotencyKey = randomBytes(16).toString("hex");
-    this.#request = request;
+    this.#request = generates && this.#ownKey ? { ...request, idempotencyKey: randomBytes(16).toString("hex") } : request;
     this.#patience = new Patience(limits.retryMs, limits.timeoutMs, now);
     this.#deadline = limits.timeoutMs === undefined ? Infinity : now + limits.timeoutMs;
     this.#reconnectMs = limits.reconnectMs;

@@ -74,6 +74,13 @@ test("a request without a key gets one, and every attempt has the same", () => {
   assert.equal(progress.request(), first);
 });
 
+test("a message that is sent twice is two requests", () => {
+  const message = makeRequest("x");
+  const keys = [message, message].map((one) => new Progress(one, PATIENT, 0).request()).map((one) => "idempotencyKey" in one && one.idempotencyKey);
+  assert.equal(new Set(keys).size, 2);
+  assert.deepEqual(message, makeRequest("x"));
+});
+
 for (const code of [status.UNAVAILABLE, status.CANCELLED]) {
   test(`what nobody answered is tried again: ${status[code]}`, () => {
     assert.ok(new Progress(makeRequest("x"), PATIENT, 0).lost(failure(code), 1_000) > 0);
@@ -213,8 +220,8 @@ test("text is cut by characters of Unicode, as its cursor counts them", () => {
 });
 
 test("several outputs are found again by their key, from the start", () => {
-  const request = makeRequest("x", { n: 2 });
-  const progress = new Progress(request, PATIENT, 0);
+  const progress = new Progress(makeRequest("x", { n: 2 }), PATIENT, 0);
+  const request = progress.request();
   take(progress, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1));
 
   progress.lost(failure(status.UNAVAILABLE), 1_000);

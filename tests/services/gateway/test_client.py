@@ -233,6 +233,20 @@ class TestAsyncClient:
             tokens(0, 7)
         )
 
+    async def test_a_message_that_is_sent_twice_is_two_requests_and_one_with_a_key_is_one(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        plain, keyed = make_request("x"), make_request("x", idempotency_key="mine")
+        async with AsyncClient(address(running)) as client:
+            for request in (plain, plain, keyed, keyed):
+                async with client.send(request) as events:
+                    await anext(events)
+
+        keys = [submit.idempotency_key for submit in scheduler.all_heard("submit")]
+        assert len(set(keys[:2])) == 2 and "" not in keys
+        assert keys[2:] == ["mine", "mine"]
+        assert plain == make_request("x")
+
     @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
     def test_what_nobody_answered_is_tried_again(self, code: grpc.StatusCode) -> None:
         """gRPC itself ends calls with CANCELLED when a server stops, although no client cancelled them."""
