@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from difflib import get_close_matches
+from operator import index
+from typing import Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, cast
 
 from laps_sd.client.chat import ChatOptions, Fields, make_chat
 from laps_sd.v1.inference_pb2 import (
@@ -90,8 +92,13 @@ class Options(SamplingOptions, ChatOptions, total=False):
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
     """Return the message for a prompt and its options. Absent options stay absent.
 
-    Raises ValueError for options of a chat with another prompt, and for unknown keys of messages and tools.
+    Raises ValueError for options of a chat with another prompt, and for unknown keys of messages and tools; TypeError
+    for unknown options, and for a prompt of another kind.
     """
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        nearest = get_close_matches(unknown[0], Options.__annotations__, 1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise TypeError(f"unknown option {', '.join(unknown)}{hint}")
     values = {
         name: value for name, value in options.items() if name in SamplingParams.DESCRIPTOR.fields_by_name
     }
@@ -128,17 +135,26 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
         request.speculation.CopyFrom(Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=speculation))
     if "drafter" in options:
         request.speculation.drafter = DRAFTERS[options["drafter"]]
-    if not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], int)):
-        messages = [message for message in prompt if isinstance(message, Mapping)]
-        request.messages.CopyFrom(make_chat(messages, options))
-        return request
+    if not isinstance(prompt, str):
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if len(messages) == len(prompt):
+            request.messages.CopyFrom(make_chat(messages, options))
+            return request
     if unused := ChatOptions.__annotations__.keys() & options.keys():
         raise ValueError(f"{', '.join(sorted(unused))}: only for a prompt of chat messages")
     if isinstance(prompt, str):
         request.text = prompt
     else:
-        request.token_ids.CopyFrom(TokenIds(ids=[token for token in prompt if isinstance(token, int)]))
+        request.token_ids.CopyFrom(TokenIds(ids=_ids(prompt)))
     return request
+
+
+def _ids(prompt: Sequence[object]) -> list[int]:
+    """Return the token ids of a prompt, which may be integers of NumPy or torch."""
+    try:
+        return [index(cast(SupportsIndex, part)) for part in prompt]
+    except TypeError:
+        raise TypeError("a prompt is a text, a list of chat messages, or a list of token ids") from None
 
 
 def make_tokenize_request(prompt: str | Sequence[Fields]) -> TokenizeRequest:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
@@ -182,6 +183,28 @@ class TestRequests:
             make_request([{"role": "tool", "content": "rain", "tool_call": "c1"}])
         with pytest.raises(ValueError, match="a tool has no 'schema'; its keys are name, "):
             make_request([{"role": "user", "content": "hi"}], tools=[{"name": "now", "schema": {}}])
+
+    def test_an_option_that_does_not_exist_is_refused_with_the_nearest_one(self) -> None:
+        misspelt: Any = {"max_token": 20}
+        with pytest.raises(TypeError, match=r"^unknown option max_token; did you mean max_tokens\?$"):
+            make_request("hi", **misspelt)
+        foreign: Any = {"best_of": 2, "echo": True}
+        with pytest.raises(TypeError, match=r"^unknown option best_of, echo$"):
+            make_request("hi", **foreign)
+
+    @pytest.mark.parametrize(
+        "prompt", [["a", "b"], [1, "b"], [1, {"role": "user"}], [{"role": "user"}, 1], [1.5]]
+    )
+    def test_no_part_of_a_prompt_is_left_out_because_of_its_type(self, prompt: Any) -> None:
+        with pytest.raises(
+            TypeError, match=r"^a prompt is a text, a list of chat messages, or a list of token ids$"
+        ):
+            make_request(prompt)
+
+    def test_token_ids_may_be_integers_of_numpy(self) -> None:
+        numbers: Any = [1, np.int64(2), np.uint32(3)]
+        assert list(make_request(numbers).token_ids.ids) == [1, 2, 3]
+        assert list(make_request(np.array(numbers)).token_ids.ids) == [1, 2, 3]  # type: ignore[arg-type]
 
 
 class TestAsyncClient:
