@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.conftest import MATRIX
+from tests.k8s.conftest import GPU_POOL, MATRIX
 from tests.k8s.gateway_api import DOORS
 from tests.k8s.pod_security import pod_templates
 from tests.k8s.schemas import Schemas
@@ -153,15 +153,36 @@ def test_a_job_fills_the_claim_and_nothing_else_reaches_the_hub(rendered: Any) -
     assert reaching == ["llama-models"]
 
 
-def test_another_revision_is_another_job(helm3: Any) -> None:
-    pools = [
-        VALUES["pools"][1] | {"target": {"repo": "x/y", "revision": revision}} for revision in ("1", "3")
-    ]
-    values = VALUES | {"gateway": {**VALUES["gateway"], "ingress": {}, "routes": {}}}
-    names = [
-        [*named(helm3.render(values | {"pools": [pool | {"hosts": [], "grpcHosts": []}]}), "Job")]
-        for pool in pools
-    ]
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"pools": [{"target": {"repo": "x/y", "revision": "3"}}]},
+        {"pools": [{"huggingFaceTokenSecret": "another"}]},
+        {"pools": [{"huggingFaceEndpoint": "https://hub.internal"}]},
+        {"pools": [{"modelVolume": {"persistentVolumeClaim": {"claimName": "another"}}}]},
+        {"gateway": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
+        {"gateway": {"nodeSelector": {"disk": "large"}}},
+        {"gateway": {"replicas": 5}},
+        {"image": {"pullPolicy": "Always"}},
+        {"image": {"pullSecrets": [{"name": "registry"}]}},
+        {"podSecurityContext": {"runAsUser": 7}},
+    ],
+    ids=str,
+)
+def test_a_job_with_another_pod_has_another_name(helm3: Any, change: Any) -> None:
+    """Kubernetes refuses to change the pod of a Job, and Helm would stop in the middle of an upgrade."""
+    pool = GPU_POOL | {
+        "target": {"repo": "x/y", "revision": "1"},
+        "draft": {"repo": "x/z", "revision": "2"},
+        "download": "job",
+    }
 
-    assert len(names[0]) == len(names[1]) == 1
-    assert names[0] != names[1]
+    def job(values: Any) -> tuple[str, Any]:
+        pools = [pool | one for one in values.get("pools", [{}])]
+        [(name, found)] = named(helm3.render(values | {"pools": pools}), "Job").items()
+        return name, found["spec"]["template"]
+
+    (before, template), (after, changed) = job({}), job(change)
+
+    assert (before == after) == (template == changed) == (change in ({}, {"gateway": {"replicas": 5}}))

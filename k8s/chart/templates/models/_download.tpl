@@ -83,6 +83,56 @@
     - {name: models, mountPath: /models, readOnly: true}
 {{- end -}}
 
+{{/* The pod of the Job that downloads the models of a pool. Arguments: root, pool (with its defaults), component. */}}
+{{- define "laps-sd.modelsTemplate" -}}
+{{- $gateway := .root.Values.gateway -}}
+{{- $image := include "laps-sd.image" (dict "root" .root "image" $gateway.image "name" "laps-sd-gateway") -}}
+{{- $roles := list -}}
+{{- range $role := list "target" "draft" }}{{ if (get $.pool $role).repo }}{{ $roles = append $roles $role }}{{ end }}{{ end -}}
+metadata:
+  labels: {{- include "laps-sd.selector" . | nindent 4 }}
+spec:
+  restartPolicy: OnFailure
+  serviceAccountName: {{ include "laps-sd.name" (dict "root" .root "pool" nil "component" "gateway") }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  {{- include "laps-sd.podSecurity" .root | nindent 2 }}
+  {{- with $gateway.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $gateway.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .root.Values.image.pullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  initContainers:
+    {{- range $role := $roles }}
+    {{- include "laps-sd.download" (dict "root" $.root "pool" $.pool "role" $role "image" $image "values" $gateway) | nindent 4 }}
+    {{- end }}
+  containers:
+    - name: whole
+      image: {{ $image }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      command:
+        - touch
+        {{- range $role := $roles }}
+        - {{ include "laps-sd.modelWhole" (get $.pool $role) }}
+        {{- end }}
+      {{- include "laps-sd.containerSecurity" .root | nindent 6 }}
+      resources:
+        requests: {cpu: 10m, memory: 16Mi}
+        limits: {memory: 64Mi}
+      volumeMounts:
+        - {name: models, mountPath: /models}
+  volumes:
+    {{- include "laps-sd.more" $gateway.extraVolumes | nindent 4 }}
+    - name: tmp
+      emptyDir: {}
+    - name: models
+      {{- toYaml .pool.modelVolume | nindent 6 }}
+{{- end -}}
+
 {{/* Refusals. Arguments: root, pool, where. */}}
 {{- define "laps-sd.validateDownload" -}}
 {{- if eq .pool.download "job" -}}
