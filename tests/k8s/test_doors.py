@@ -163,6 +163,7 @@ def test_a_job_fills_the_claim_and_nothing_else_reaches_the_hub(rendered: Any) -
         {"pools": [{"modelVolume": {"persistentVolumeClaim": {"claimName": "another"}}}]},
         {"gateway": {"tolerations": [{"key": "spot", "operator": "Exists"}]}},
         {"gateway": {"nodeSelector": {"disk": "large"}}},
+        {"gateway": {"extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]}},
         {"gateway": {"replicas": 5}},
         {"image": {"pullPolicy": "Always"}},
         {"image": {"pullSecrets": [{"name": "registry"}]}},

@@ -1,7 +1,8 @@
 {{/* Models with a `repo`: each pod downloads them, or one Job does. */}}
 
-{{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, only (files, or
-     empty for all but weights that the engine does not read: drafts of vLLM are often published as pytorch_model.bin alone). */}}
+{{/* Init container that downloads one model of the pair. Arguments: root, pool, role (target, draft), image, values (of the
+     component, whose additions it gets too), only (files, or empty for all but weights that the engine does not read: drafts
+     of vLLM are often published as pytorch_model.bin alone). */}}
 {{- define "laps-sd.download" -}}
 {{- $model := get .pool .role -}}
 - name: {{ .role }}-download
@@ -43,11 +44,13 @@
       valueFrom:
         secretKeyRef: {name: {{ . }}, key: token}
     {{- end }}
+    {{- include "laps-sd.more" .values.extraEnv | nindent 4 }}
   {{- include "laps-sd.containerSecurity" .root | nindent 2 }}
   resources:
     requests: {cpu: 100m, memory: 256Mi}
     limits: {memory: 2Gi}
   volumeMounts:
+    {{- include "laps-sd.more" .values.extraVolumeMounts | nindent 4 }}
     - {name: models, mountPath: /models}
     - {name: tmp, mountPath: /tmp}
 {{- end -}}

@@ -38,7 +38,7 @@ spec:
     {{- include "laps-sd.awaitModels" (dict "root" $root "pool" $pool "roles" $roles "image" $image) | nindent 4 }}
     {{- else }}
     {{- range $role := $roles }}
-    {{- include "laps-sd.download" (dict "root" $root "pool" $pool "role" $role "image" $image) | nindent 4 }}
+    {{- include "laps-sd.download" (dict "root" $root "pool" $pool "role" $role "image" $image "values" $values) | nindent 4 }}
     {{- end }}
     {{- end }}
   {{- end }}
