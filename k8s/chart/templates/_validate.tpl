@@ -52,7 +52,7 @@
 {{- if and $redis.external.url $redis.external.existingSecret }}
 {{- fail "redis.external.url and redis.external.existingSecret exclude each other." }}
 {{- end -}}
-{{- if regexMatch "^[a-z]+://[^/]*:[^/@]+@" $redis.external.url }}
+{{- if regexMatch "^[a-z+]+://[^/]*:[^/@]+@" $redis.external.url }}
 {{- fail "redis.external.url has a password in it, which everybody who reads the release would see: put the whole URL into a secret and name it in redis.external.existingSecret." }}
 {{- end -}}
 {{- if and .Values.networkPolicy.enabled $redis.external.url -}}
