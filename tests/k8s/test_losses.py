@@ -217,3 +217,10 @@ def test_workers_that_keep_their_pair_or_are_gone_are_updated(
     upgrade: Any, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     assert RENDERED in upgrade(before, after)
+
+
+@pytest.mark.parametrize("release", ["1st", "a.b"])
+def test_a_name_that_no_service_can_have_is_refused(upgrade: Any, release: str) -> None:
+    refusal = upgrade({}, {}, release=release)
+
+    assert f'"{release}-laps-sd", begins with a digit or has a dot' in refusal

@@ -165,6 +165,9 @@
 {{- if gt (len $whole) 22 }}
 {{- fail (printf "The prefix of all names, %q, is longer than 22 characters, and cut off it could be that of another release too: give fullnameOverride, of at most 22 characters. For a release that exists already it is %q." $whole (include "laps-sd.fullname" .)) }}
 {{- end -}}
+{{- if not (regexMatch "^[a-z][a-z0-9-]*$" $whole) }}
+{{- fail (printf "The prefix of all names, %q, begins with a digit or has a dot, which Kubernetes refuses in the name of a Service: give fullnameOverride, or another name to the release." $whole) }}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
