@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
@@ -75,3 +76,13 @@ def test_a_line_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"line 2 of values\.yaml is neither a comment nor a value"):
         [*read_values(path)]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_chart_that_contains_it_switches_it_on_and_off(helm3: Any, tmp_path: Path, enabled: bool) -> None:
+    shutil.copytree(CHART, tmp_path / "charts" / "laps-sd")
+    dependency = {"name": "laps-sd", "version": "*", "condition": "laps-sd.enabled"}
+    parent = {"apiVersion": "v2", "name": "all", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(parent), encoding="utf-8")
+
+    assert bool(helm3.render({"laps-sd": {"enabled": enabled}}, chart=tmp_path)) is enabled
