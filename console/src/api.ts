@@ -5,6 +5,8 @@ import { type Explanation, type Snapshot, readSnapshot } from "./model";
 const KEY = "laps-sd-key";
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 10_000;
+/** A stream of snapshots that brings none for so long is dead, although no error was reported: one comes a second. */
+const SILENCE_MS = 15_000;
 
 /** A refusal of the gateway, or that it cannot be reached (status 0). */
 export class CallError extends Error {
@@ -83,8 +85,14 @@ export async function watch(
 ): Promise<void> {
   let pauseMs = FIRST_PAUSE_MS;
   while (!signal.aborted) {
+    const silence = new AbortController();
+    const later = () => setTimeout(() => silence.abort(), SILENCE_MS);
+    let timer = later();
     try {
-      for await (const data of events(await call("/console/api/events", { signal }))) {
+      const either = AbortSignal.any([signal, silence.signal]);
+      for await (const data of events(await call("/console/api/events", { signal: either }))) {
+        clearTimeout(timer);
+        timer = later();
         onSnapshot(readSnapshot(data));
         pauseMs = FIRST_PAUSE_MS;
       }
@@ -93,6 +101,8 @@ export async function watch(
       const failure = error instanceof CallError ? error : new CallError("The connection broke.", 0);
       onFailure(failure);
       if (!failure.passes) return;
+    } finally {
+      clearTimeout(timer);
     }
     await new Promise((resolve) => setTimeout(resolve, pauseMs));
     pauseMs = Math.min(2 * pauseMs, LONGEST_PAUSE_MS);

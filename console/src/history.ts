@@ -5,10 +5,13 @@ import type { Snapshot } from "./model";
 const KEPT = 300;
 /** Requests whose ages at their end are kept for the percentiles. */
 const ENDS = 200;
+/** Seconds without a snapshot, of which one comes a second, that are a gap in the charts. */
+const GAP_S = 5;
 
 export interface Moment {
-  running: number;
-  waiting: number;
+  /** Undefined, as the figures of workers, where a shard was unknown or the page received nothing. */
+  running?: number;
+  waiting?: number;
   /** Of all workers together; undefined where they are not shown. */
   tokensPerS?: number;
   /** Weighted by the workers' tokens per second. */
@@ -22,8 +25,13 @@ export class History {
   readonly moments: Moment[] = [];
   private ages = new Map<string, number>();
   private readonly ends: number[] = [];
+  private lastS = Infinity;
 
-  add(snapshot: Snapshot): void {
+  /** Adds a snapshot that was received now, a time in seconds. */
+  add(snapshot: Snapshot, nowS = performance.now() / 1000): void {
+    const missedS = Math.min(KEPT, Math.round(nowS - this.lastS));
+    if (missedS >= GAP_S) this.moments.push(...Array.from({ length: missedS - 1 }, () => ({})));
+    this.lastS = nowS;
     const requests = snapshot.shards.flatMap((shard) => shard.requests);
     const whole = snapshot.shards.every((shard) => shard.complete && !shard.problem);
     const ages = new Map(requests.map((request) => [request.id, request.ageS]));
@@ -36,10 +44,10 @@ export class History {
     const tokensPerS = workers.reduce((sum, worker) => sum + worker.tokens_per_s, 0);
     const accepted = workers.reduce((sum, worker) => sum + worker.tokens_per_s * worker.acceptance, 0);
     const running = requests.filter((request) => request.state === "running").length;
+    const known = snapshot.shards.every((shard) => shard.policy !== undefined);
     this.moments.push({
-      running,
-      waiting: requests.length - running,
-      tokensPerS: snapshot.seesAll ? tokensPerS : undefined,
+      ...(known && { running, waiting: requests.length - running }),
+      tokensPerS: snapshot.seesAll && known ? tokensPerS : undefined,
       acceptance: tokensPerS > 0 ? accepted / tokensPerS : undefined,
       medianS: quantile(this.ends, 0.5),
       slowestTenthS: quantile(this.ends, 0.9),

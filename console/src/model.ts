@@ -39,6 +39,7 @@ export interface Shard {
   shard: string;
   /** Why there is nothing to see, or what is wrong; a sentence. */
   problem?: string;
+  /** Missing: no scheduler answered, and nothing of the shard is known. */
   policy?: string;
   /** False: there are more requests than these. */
   complete?: boolean;

@@ -246,3 +246,38 @@ def test_a_gateway_that_is_gone_is_named(make_stack: StackMaker, open_page: Open
     page.get_by_text("No request is waiting or running.").wait_for()
     stack.kill("gateway-0")
     page.get_by_text("The gateway cannot be reached.").wait_for()
+
+
+def test_a_shard_without_a_scheduler_is_unknown_and_not_empty(
+    make_stack: StackMaker, open_page: OpenPage
+) -> None:
+    stack = make_stack(workers=1)
+    page = open_page(stack, "/console")
+    page.get_by_text("No request is waiting or running.").wait_for()
+    stack.kill("scheduler-0")
+    problem = page.get_by_role("status").filter(has_text=re.compile("scheduler.* of shard|leads shard"))
+    problem.wait_for()
+    assert page.get_by_text("No request is waiting or running.").count() == 0
+    assert page.get_by_text("All requests").count() == 0
+    page.get_by_role("link", name="Workers").click()
+    problem.wait_for()
+    assert page.get_by_text("No worker is connected.").count() == 0
+    page.get_by_role("link", name="Charts").click()
+    page.get_by_role("img", name="Requests: now running unknown, waiting unknown").wait_for()
+
+
+def test_a_gateway_that_is_silent_is_left_and_the_charts_have_a_gap(
+    make_stack: StackMaker, open_page: OpenPage
+) -> None:
+    """So it is with a machine that died: its connections stay open, and nobody reports an error."""
+    stack = make_stack(workers=1)
+    page = open_page(stack, "/console#charts")
+    chart = page.get_by_role("img", name="Requests: now running 0, waiting 0")
+    chart.wait_for()
+    stack.pause("gateway-0")
+    try:
+        page.get_by_text("The connection broke.").wait_for(timeout=40_000)
+    finally:
+        stack.resume("gateway-0")
+    page.get_by_text("The connection broke.").wait_for(state="detached")
+    assert chart.locator("path").first.get_attribute("d").count("M") > 1

@@ -72,7 +72,7 @@ function Chart(props: {
   const last = props.moments.at(-1);
   const shown = (line: Line, moment: Moment | undefined) => {
     const value = moment && line.of(moment);
-    return value === undefined ? "none yet" : props.show(value);
+    return value === undefined ? "unknown" : props.show(value);
   };
   const now = props.lines.map((line) => `${line.label} ${shown(line, last)}`).join(", ");
   const every = Math.max(1, Math.ceil(props.moments.length / 10));

@@ -23,15 +23,17 @@ function ShardQueue({ shard, alone }: { shard: Shard; alone: boolean }) {
     <section aria-label={`Shard ${shard.shard}`}>
       {!alone && <h2>Shard {shard.shard}</h2>}
       {shard.problem && <Problem>{shard.problem}</Problem>}
-      <Numbers
-        of={[
-          ["Policy", shard.policy ?? "unknown"],
-          ["Running", count(counts.running)],
-          ["Waiting", count(counts.waiting + counts.ready)],
-          ["Paused", count(counts.paused)],
-          ["All requests", shard.total === undefined ? count(shard.requests.length) : count(shard.total)],
-        ]}
-      />
+      {shard.policy !== undefined && (
+        <Numbers
+          of={[
+            ["Policy", shard.policy],
+            ["Running", count(counts.running)],
+            ["Waiting", count(counts.waiting + counts.ready)],
+            ["Paused", count(counts.paused)],
+            ["All requests", shard.total === undefined ? count(shard.requests.length) : count(shard.total)],
+          ]}
+        />
+      )}
       {hidden && <p class="note">The queue is longer than what is shown: the {count(1000)} best-ranked requests.</p>}
       <Picture
         label={`Requests of shard ${shard.shard}`}
@@ -40,7 +42,7 @@ function ShardQueue({ shard, alone }: { shard: Shard; alone: boolean }) {
         onPick={(id) => (location.href = requestLink(id))}
       />
       <Legend />
-      <Requests requests={shard.requests} />
+      {shard.policy !== undefined && <Requests requests={shard.requests} />}
     </section>
   );
 }

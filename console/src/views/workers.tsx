@@ -16,7 +16,7 @@ export function WorkersView({ snapshot }: { snapshot: Snapshot }) {
     <>
       <h1>Workers</h1>
       {snapshot.shards.map((shard) => shard.problem && <Problem key={shard.shard}>{shard.problem}</Problem>)}
-      {!rows.length && <p>No worker is connected.</p>}
+      {!rows.length && snapshot.shards.every((shard) => shard.workers) && <p>No worker is connected.</p>}
       {rows.length > 0 && (
         <div class="wide" tabIndex={0} role="region" aria-label="Table of workers">
           <table>
