@@ -123,6 +123,14 @@ class CacheChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerAway:
+    """The stream of a worker has ended, and its grace begins: it keeps its requests and gets no others until it is
+    up again."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost:
     """The grace of a worker is over: its requests must continue elsewhere."""
 
@@ -341,6 +349,7 @@ Event = (
     Arrived
     | Recovered
     | WorkerUp
+    | WorkerAway
     | WorkerLost
     | WorkerDraining
     | CacheChanged

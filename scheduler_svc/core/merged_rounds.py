@@ -19,6 +19,7 @@ from scheduler_svc.core.events import (
     Progress,
     Refused,
     RoundReported,
+    WorkerAway,
     WorkerDraining,
     WorkerLost,
     WorkerUp,
@@ -74,7 +75,7 @@ class MergedRounds:
             about: str | None = None
             if isinstance(event, WorkerUp):
                 about = event.facts.worker_id
-            elif isinstance(event, WorkerLost | WorkerDraining):
+            elif isinstance(event, WorkerAway | WorkerLost | WorkerDraining):
                 about = event.worker_id
             elif isinstance(event, EndRequested | Refused):
                 about = worker_of(event.request_id)

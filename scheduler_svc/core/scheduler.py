@@ -27,6 +27,7 @@ from scheduler_svc.core.events import (
     Recovered,
     Refused,
     RoundReported,
+    WorkerAway,
     WorkerDraining,
     WorkerLost,
     WorkerUp,
@@ -121,6 +122,8 @@ class Scheduler:
                 self._requests.end(request_id, end, detail, ledger)
             case WorkerUp():
                 self._workers.up(event, ledger)
+            case WorkerAway(worker_id):
+                self._workers.away(worker_id)
             case WorkerLost():
                 self._workers.lost(event, ledger)
             case WorkerDraining(worker_id):

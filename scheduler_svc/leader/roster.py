@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from laps_sd.service.log import get_logger
-from scheduler_svc.core.events import WorkerDraining, WorkerLost, WorkerUp
+from scheduler_svc.core.events import WorkerAway, WorkerDraining, WorkerLost, WorkerUp
 from scheduler_svc.leader.sessions import WorkerSession
 from scheduler_svc.leader.turn import Timer, Timers, Turn
 from scheduler_svc.settings import SchedulerSettings
@@ -133,6 +133,7 @@ class Roster:
         if silent:
             self._lose(turn, entry)
         else:
+            turn.events.append(WorkerAway(entry.worker_id))
             self._start_grace(entry, turn.now_s)
 
     def drain(self, turn: Turn, worker_id: str) -> None:

@@ -26,6 +26,7 @@ from scheduler_svc.core.events import (
     EndRequested,
     Event,
     RoundReported,
+    WorkerAway,
     WorkerDraining,
     WorkerFacts,
     WorkerLost,
@@ -113,6 +114,7 @@ class Cluster:
                     worker.acknowledge(report)
             case "lost", str() as worker_id:
                 if self.workers.pop(worker_id, None) is not None:
+                    self.step([WorkerAway(worker_id)])
                     self.step([WorkerLost(worker_id)])
             case "drain", str() as worker_id:
                 self.step([WorkerDraining(worker_id)])
@@ -120,6 +122,7 @@ class Cluster:
                 if worker_id not in self.workers:
                     return
                 worker = self.workers[worker_id]
+                self.step([WorkerAway(worker_id)])
                 self.step([WorkerUp(worker.facts, worker.held_now())])
             case "tick", None:
                 self._ticking = False

@@ -22,6 +22,7 @@ from scheduler_svc.core.events import (
     Recovered,
     RequestFacts,
     RoundReported,
+    WorkerAway,
     WorkerDraining,
     WorkerFacts,
     WorkerLost,
@@ -134,6 +135,49 @@ class TestWhoIsSuspected:
 
         assert shard.deaths("ran", "paused", "listed") == [1, 0, 1]
         assert releases(commands) == {"ran": (1, 1), "paused": (0, 0), "listed": (1, 0)}
+
+    def test_nothing_goes_to_a_worker_whose_stream_has_ended_and_its_death_counts_once(self) -> None:
+        """Machines of one rack die together, and the scheduler gives them up one after another."""
+        shard = Shard()
+        for worker_id in ("w1", "w2", "w3"):
+            shard.up(worker_id)
+        shard.arrive(*(request(name, number) for number, name in enumerate("abc")))
+        shard.step(WorkerAway("w1"))
+        shard.step(WorkerAway("w2"))
+        shard.arrive(request("d", 4), request("e", 5))
+        shard.lost("w1")
+        shard.lost("w2")
+
+        assert {shard.worker_of(name) for name in "abcde"} == {"w3"}
+        assert sorted(shard.deaths(*"abcde")) == [0, 0, 0, 1, 1]
+
+    def test_a_worker_that_is_up_again_gets_requests_as_before(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a"))
+        shard.step(WorkerAway("w"), WorkerAway("unknown"))
+        shard.arrive(request("b", 2))
+        assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", None)
+        assert shard.waits_for("b") == "a worker: none takes work now"
+
+        shard.up("w")
+
+        assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", "w")
+        assert shard.deaths("a", "b") == [0, 0]
+
+    def test_a_worker_whose_stream_has_ended_is_not_cleared_for_a_suspect(self) -> None:
+        shard = Shard()
+        shard.up("w")
+        shard.arrive(request("a"))
+        shard.step(WorkerAway("w"))
+        shard.suspect("s")
+        shard.seconds_pass()
+        assert (shard.worker_of("a"), shard.worker_of("s")) == ("w", None)
+
+        shard.up("w")
+        shard.seconds_pass()
+
+        assert (shard.worker_of("a"), shard.worker_of("s")) == (None, "w")
 
     def test_not_what_a_draining_worker_still_ran(self) -> None:
         shard = Shard()

@@ -52,6 +52,15 @@ class Workers:
                 self._shard.look_up(request)
             ledger.rerank(request)
 
+    def away(self, worker_id: str) -> None:
+        """Give no request to a worker whose stream has ended. It may be dead: the request would wait, and the death
+        would count for it although it never ran there.
+        """
+        worker = self._shard.workers.get(worker_id)
+        if worker is not None:
+            worker.away = True
+            self._shard.worker_changed(worker)
+
     def lost(self, event: WorkerLost, ledger: Ledger) -> None:
         """Put the members of a lost worker back into the queue; end those that too many workers died with."""
         worker_id = event.worker_id

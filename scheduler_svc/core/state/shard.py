@@ -313,6 +313,7 @@ class Shard:
         """Note the hello of a worker, the first or a later one, and return the worker."""
         worker = self.worker(facts.worker_id)
         worker.facts = facts
+        worker.away = False
         self.worker_changed(worker)
         return worker
 

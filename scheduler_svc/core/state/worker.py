@@ -28,6 +28,8 @@ class Worker:
     facts: WorkerFacts | None = None
     """Facts from its hello; None if requests on the record name it, and it has not come up (again)."""
     draining: bool = False
+    away: bool = False
+    """True from the end of its stream until its next hello."""
     alone: bool = False
     """True while a member runs alone here, or is about to: the worker gets no other request."""
     taken_off: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_TAKEN_OFF))
@@ -78,7 +80,7 @@ class Worker:
     @property
     def takes_work(self) -> bool:
         """Return whether it may be given requests."""
-        return self.facts is not None and not self.draining and not self.alone
+        return self.facts is not None and not self.draining and not self.away and not self.alone
 
     @property
     def slots(self) -> int:

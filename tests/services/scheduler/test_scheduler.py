@@ -327,6 +327,27 @@ async def test_a_worker_that_comes_back_in_time_keeps_its_requests(start: StartS
             assert (await client.read("r1-client"))[0] == [10, 11]
 
 
+async def test_a_worker_whose_stream_ended_gets_no_request_during_its_grace(start: StartScheduler) -> None:
+    scheduler = await start(worker_grace_s=600.0)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "w1") as first:
+        await client.submit("r1")
+        await first.assigned("r1")
+        await first.close()
+        async with grpc.aio.insecure_channel(scheduler.address) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+
+            async def noticed() -> bool:
+                listed = await admin.ListWorkers(admin_pb.ListWorkersRequest())
+                return [one.connected for one in listed.workers] == [False]
+
+            await wait_until_async(noticed, description="the scheduler knows that the stream ended")
+        async with worker(scheduler.address, "w2") as second:
+            await client.submit("r2")
+            await client.submit("r3")
+
+            await second.assigned("r2", "r3")
+
+
 async def test_a_new_leader_goes_on_from_the_record_and_takes_what_the_worker_offers_again(
     start: StartScheduler,
 ) -> None:
