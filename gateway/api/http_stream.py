@@ -47,6 +47,8 @@ async def send_stream(
     chunked = request.version >= HttpVersion11
     if chunked:
         response.enable_chunked_encoding()
+    else:
+        response.force_close()  # which is the end of the answer, also for a client that keeps connections
     await response.prepare(request)
     sender = _Sender(request, generation, reply, turn, chunked=chunked)
     try:

@@ -352,8 +352,12 @@ class TestAStream:
 
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
 
-    async def test_of_a_client_of_http_1_0_ends_with_its_connection(self, served: Served) -> None:
+    @pytest.mark.parametrize("wanted", [b"close", b"keep-alive"])
+    async def test_of_a_client_of_http_1_0_ends_with_its_connection(
+        self, served: Served, wanted: bytes
+    ) -> None:
         raw = octets_of(TEXT | {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+        raw = raw.replace(b"Connection: close", b"Connection: " + wanted)
         answer, _ = await asyncio.gather(said_to(served, raw), served.finished())
         head, _, body = answer.partition(b"\r\n\r\n")
         lines = body.decode().split("\n\n")
