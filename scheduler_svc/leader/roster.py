@@ -18,6 +18,10 @@ from scheduler_svc.wire.reports import Hello
 
 log = get_logger(__name__)
 
+TOGETHER_S = 1.5
+"""Grace of a silent worker. Workers that fell silent together, as with their machine, are noticed within the interval of
+their heartbeats (1 s unless set): by then none of them gets the requests of the first."""
+
 
 @dataclass(eq=False)
 class WorkerEntry:
@@ -94,7 +98,7 @@ class Roster:
         """
         if worker_id not in self.workers:
             entry = self.workers[worker_id] = WorkerEntry(worker_id)
-            self._start_grace(entry, now_s)
+            self._start_grace(entry, now_s, self._settings.worker_grace_s)
 
     def opened(self, turn: Turn, session: WorkerSession, hello: Hello) -> None:
         """Handle the hello of a worker: its first one, or one after its stream broke."""
@@ -121,7 +125,7 @@ class Roster:
         log.info("worker up", worker_id=worker_id, slots=hello.facts.slots, held=len(hello.held))
 
     def closed(self, turn: Turn, session: WorkerSession, *, silent: bool) -> None:
-        """Handle the end of a stream. A silent worker has had its grace period already."""
+        """Handle the end of a stream. A silent worker has had its grace period already, but for TOGETHER_S."""
         entry = self.workers.get(session.worker_id)
         if entry is None or entry.session is not session:
             return
@@ -130,11 +134,9 @@ class Roster:
             log.info("drained worker left", worker_id=entry.worker_id)
         else:
             log.warning("worker stream ended", worker_id=entry.worker_id, silent=silent)
-        if silent:
-            self._lose(turn, entry)
-        else:
-            turn.events.append(WorkerAway(entry.worker_id))
-            self._start_grace(entry, turn.now_s)
+        turn.events.append(WorkerAway(entry.worker_id))
+        grace_s = self._settings.worker_grace_s
+        self._start_grace(entry, turn.now_s, min(grace_s, TOGETHER_S) if silent else grace_s)
 
     def drain(self, turn: Turn, worker_id: str) -> None:
         """Drain a worker for an operator: it receives the order to leave, and gets no new work. One without a stream
@@ -159,10 +161,8 @@ class Roster:
         for entry in self.workers.values():
             entry.last_report_s = now_s
 
-    def _start_grace(self, entry: WorkerEntry, now_s: float) -> None:
-        entry.replace_timer(
-            self._timers.at(now_s + self._settings.worker_grace_s, lambda turn: self._lose(turn, entry))
-        )
+    def _start_grace(self, entry: WorkerEntry, now_s: float, grace_s: float) -> None:
+        entry.replace_timer(self._timers.at(now_s + grace_s, lambda turn: self._lose(turn, entry)))
 
     def _watch(self, entry: WorkerEntry, now_s: float) -> None:
         """Set the watchdog: a connected worker with assigned requests that sends no report for too long

@@ -333,19 +333,45 @@ async def test_a_worker_whose_stream_ended_gets_no_request_during_its_grace(star
         await client.submit("r1")
         await first.assigned("r1")
         await first.close()
-        async with grpc.aio.insecure_channel(scheduler.address) as channel:
-            admin = admin_pb2_grpc.AdminStub(channel)
-
-            async def noticed() -> bool:
-                listed = await admin.ListWorkers(admin_pb.ListWorkersRequest())
-                return [one.connected for one in listed.workers] == [False]
-
-            await wait_until_async(noticed, description="the scheduler knows that the stream ended")
+        await workers_are(scheduler, [False])
         async with worker(scheduler.address, "w2") as second:
             await client.submit("r2")
             await client.submit("r3")
 
             await second.assigned("r2", "r3")
+
+
+async def test_of_workers_that_fall_silent_together_none_gets_the_requests_of_another(
+    start: StartScheduler,
+) -> None:
+    """So it is with a machine that dies: no connection of its workers is closed."""
+    scheduler = await start(silence_s=1.5)
+    async with gateway(scheduler.address) as client, worker(scheduler.address, "w1") as first:
+        await client.submit("r1", keep=True)
+        epoch = (await first.assigned("r1"))["r1"].lease_epoch
+        await asyncio.sleep(0.3)  # they sent their last messages at different times
+        async with worker(scheduler.address, "w2") as second:
+            await first.wait_ended()
+            await second.wait_ended()
+        await workers_are(scheduler, [])
+        async with worker(scheduler.address, "w3") as third:
+            again = (await third.assigned("r1"))["r1"]
+            stored = await scheduler.store.read("r1")
+
+    assert again.lease_epoch == epoch + 1
+    assert stored is not None and stored.deaths == 1
+
+
+async def workers_are(scheduler: SchedulerUnderTest, connected: list[bool]) -> None:
+    """Wait until the scheduler knows these workers: whether each is connected."""
+    async with grpc.aio.insecure_channel(scheduler.address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+
+        async def as_wanted() -> bool:
+            listed = await admin.ListWorkers(admin_pb.ListWorkersRequest())
+            return [one.connected for one in listed.workers] == connected
+
+        await wait_until_async(as_wanted, description=f"workers are connected: {connected}")
 
 
 async def test_a_new_leader_goes_on_from_the_record_and_takes_what_the_worker_offers_again(

@@ -25,6 +25,7 @@ from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.repair import WRITE_BACK_TOGETHER
+from scheduler_svc.leader.roster import TOGETHER_S
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import (
@@ -342,6 +343,8 @@ class TestReportsThatWaitForTheCore:
             await leader.turn(lost.reports(lost.progress("r", position, 7)))
 
         await leader.turn(next_.opens(), WorkerClosed(lost.session, silent=True))
+        leader.now_s += TOGETHER_S
+        await leader.turn()
         await leader.turn()
 
         assert leader.counted("r") == 3
@@ -818,6 +821,8 @@ async def test_the_deaths_of_its_workers_are_written_back_with_a_request(leader:
     await leader.submit("r")
     await leader.turn(dies.reports(dies.progress("r", 0, 7)))
     await leader.turn(WorkerClosed(dies.session, silent=True))
+    leader.now_s += TOGETHER_S
+    await leader.turn()
     await leader.turn()
     before = await leader.store.read("r")
     client = leader.store.transport.client
