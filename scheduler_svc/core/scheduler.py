@@ -170,10 +170,11 @@ class Scheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the largest sum of prompt and output tokens that some worker that takes work could hold; 0
-        without any.
+        """Return the largest sum of prompt and output tokens that some worker could hold; 0 without any.
+
+        A worker counts that takes no work for the time being: its stream has ended, or a request runs alone there.
         """
-        return self._shard.capacity_tokens
+        return self._shard.longest_tokens
 
     @property
     def found_tokens(self) -> FoundTokens:

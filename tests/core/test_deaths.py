@@ -165,6 +165,21 @@ class TestWhoIsSuspected:
         assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", "w")
         assert shard.deaths("a", "b") == [0, 0]
 
+    def test_requests_may_wait_for_the_one_worker_that_can_hold_them_while_its_stream_is_broken(self) -> None:
+        shard = Shard()
+        shard.up("small", max_length=512)
+        shard.up("large")
+        shard.step(WorkerAway("large"))
+        shard.arrive(request("a", max_tokens=3_000))
+        assert shard.core.capacity_tokens == 4096
+        assert shard.worker_of("a") is None
+
+        shard.up("large")
+        assert shard.worker_of("a") == "large"
+
+        shard.lost("large")
+        assert shard.core.capacity_tokens == 512
+
     def test_a_worker_whose_stream_has_ended_is_not_cleared_for_a_suspect(self) -> None:
         shard = Shard()
         shard.up("w")
@@ -304,7 +319,7 @@ class TestRunningAlone:
         shard.arrive(request("b", 1))
         assert (shard.worker_of("a"), shard.worker_of("b")) == ("w", None)
         assert shard.waits_for("b") == "a worker: none takes work now"
-        assert shard.core.capacity_tokens == 0
+        assert shard.core.capacity_tokens == 4096, "requests that it can hold may wait for it"
 
         for _ in range(SURVIVED_ROUNDS):
             assert shard.worker_of("b") is None

@@ -65,7 +65,7 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
     trials = [worker for worker in shard.workers.values() if worker.alone]
     if not trials and not shard.suspects:
         return
-    up = [w for w in shard.workers.values() if w.facts is not None and not w.draining and not w.away]
+    up = [worker for worker in shard.workers.values() if worker.stays and not worker.away]
     room = max([worker.capacity_tokens for worker in up], default=0)
     suspects = [request for request in shard.suspects.values() if request.longest_tokens <= room]
     suspects.sort(key=lambda request: -request.deaths)
@@ -85,7 +85,7 @@ def _run_alone(shard: Shard, ledger: Ledger) -> None:
 
 def _try_next(worker: Worker, suspects: list[Request], shard: Shard, ledger: Ledger) -> None:
     """Lease the next suspect to a worker that has none. Other requests there are cleared, and make room."""
-    if worker.facts is None or worker.draining or worker.away:  # it has not come up, or leaves
+    if not worker.stays or worker.away:
         shard.set_alone(worker, False)
         return
     able = (suspect for suspect in suspects if suspect.worker is None and worker.holds(suspect))

@@ -66,6 +66,8 @@ class Shard:
         self._shares_changed = False
         self.capacity_tokens = 0
         """The longest context that any worker that takes work could hold."""
+        self.longest_tokens = 0
+        """The longest context that any worker could hold for which requests can wait."""
 
     def _new_order(self, tenant_fairness: bool) -> SortedKeys[OrderKey] | TenantOrder:
         if not tenant_fairness:
@@ -320,6 +322,7 @@ class Shard:
     def worker_changed(self, worker: Worker) -> None:
         """Update the orders for a worker that came up, was lost, began to drain, or has other facts."""
         self._list_changed(worker)
+        self.longest_tokens = max((w.capacity_tokens for w in self.workers.values() if w.stays), default=0)
         capacity = max((w.capacity_tokens for w in self.workers.values() if w.takes_work), default=0)
         before, self.capacity_tokens = self.capacity_tokens, capacity
         if capacity > before:

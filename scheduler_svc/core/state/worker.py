@@ -78,9 +78,14 @@ class Worker:
     _is_in_order: bool = True
 
     @property
+    def stays(self) -> bool:
+        """Return whether requests can wait for it: it has come up, and it does not drain."""
+        return self.facts is not None and not self.draining
+
+    @property
     def takes_work(self) -> bool:
-        """Return whether it may be given requests."""
-        return self.facts is not None and not self.draining and not self.away and not self.alone
+        """Return whether it may be given requests now."""
+        return self.stays and not self.away and not self.alone
 
     @property
     def slots(self) -> int:
