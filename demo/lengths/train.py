@@ -29,20 +29,28 @@ from laps_sd.contract.length_features import FEATURES, FeatureHash
 from scheduler_svc.start_weights import STEP, WEIGHTS_FILE
 
 SOURCES = {
-    "oasst_model_eval": 1.0,
-    "arena_hard_v0.1_many": 1.0,
-    "arena_hard_v2.0_many": 1.0,
+    "oasst_model_eval": 1.5,
+    "arena_hard_v0.1_many": 3.0,
+    "arena_hard_v2.0_many": 1.5,
     "oasst_eval": 1.0,
-    "mt_bench": 1.0,
+    "mt_bench": 2.0,
+    "xstest": 1.0,
+    "llm_logbook": 2.0,
+    "expertqa": 0.5,
     "hh_helpful_base": 0.3,
-    "gpteacher_codegen": 0.1,
+    "gpteacher_codegen": 0.12,
     "gsm8k": 0.1,
+    "self_instruct": 0.05,
 }
 """Weight of a prompt by its source: more for chat, which is where words learned elsewhere help most."""
 LEFT_OUT = frozenset({"30b-chip2"})
 """Models whose answers are not those of a chat model."""
 FEWEST_ANSWERS = 30
 """Answers of a model without which it has no mean of its own, and is left out."""
+MOST_MODELS = 20
+MODELS_POWER = 0.25
+"""A prompt counts as the number of its models to this power. The mean over many models has less noise, but what
+the words leave open is the same for one model and for all."""
 RIDGE = 6.0
 ROUNDS = 300
 """Most rounds of conjugate gradients."""
@@ -147,7 +155,7 @@ def main() -> int:
         for prompt, target, models in found:
             features = hashed.features_of(prompt)
             if features:
-                prompts.add(features, target, weight * math.sqrt(min(models, 20)))
+                prompts.add(features, target, weight * min(models, MOST_MODELS) ** MODELS_POWER)
         print(f"{source}: {len(found)} prompts")
     weights = np.clip(np.round(prompts.fitted() / STEP), -127, 127).astype(np.int8)
     options.output.write_bytes(zlib.compress(weights.tobytes(), 9))

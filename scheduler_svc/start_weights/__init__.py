@@ -1,6 +1,6 @@
 """Start weights of the length predictor: how words of a prompt and the length of its answer go together.
 
-Learned from prompts and answer lengths of Apache-2.0 and MIT sources by `demo/lengths/train.py`; docs/lengths.md
+Learned from prompts and answer lengths of Apache-2.0, MIT and CC BY sources by `demo/lengths/train.py`; docs/lengths.md
 names them. Only a number for each hashed word is kept, no text.
 """
 
