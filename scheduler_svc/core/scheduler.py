@@ -64,6 +64,8 @@ class Scheduler:
         self.settings = settings
         self.priors = priors
         self.estimate_errors = EstimateErrors()
+        self.events_applied = 0
+        """Number of events so far. The priors change with them only."""
         self._router = router or SoonestDone()
         self._publish_at_s = 0.0
         self._publish_gap_s = FIRST_GAP_S
@@ -84,6 +86,7 @@ class Scheduler:
         self.estimate_errors.begin_step()
         for event in events:
             self._apply(event, ledger)
+            self.events_applied += 1
         self._publish(now_s)
         self._shard.take_turns()
         place(self._shard, ledger, self.settings, self.priors, self._router)

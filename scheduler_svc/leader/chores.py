@@ -55,7 +55,8 @@ class Chores:
         self._clock = clock
         self._save_s = save_s
         self._doubt_lead = doubt_lead
-        self._saved_priors = ""
+        self._saved: tuple[int, float | None, float] | None = None
+        """What the last saving depended on, so that nothing is encoded only to find it unchanged."""
         self._written_back = store.generation
         """The store's generation at the last saving. A record that was written back since then lacks what was
         saved.
@@ -103,20 +104,21 @@ class Chores:
     async def _save_priors(self) -> None:
         if self._store.generation != self._written_back:
             self._written_back = self._store.generation
-            self._saved_priors, self._probes.unsaved = "", True
+            self._saved, self._probes.unsaved = None, True
         if live := len(self._clients.live):
             self._mean_request_s = self._core.totals().backlog_s / live
+        load = round(self._core.arriving_load(self._clock()), 3)
+        found = (self._core.events_applied, self._mean_request_s, load)
+        if found == self._saved and not self._outage.on:
+            return  # in an outage it is written all the same, which shows whether the outage is over
         learnt = self._core.priors.to_dict()
         if self._mean_request_s is not None:
             learnt[MEAN_REQUEST_S] = self._mean_request_s
-        if load := round(self._core.arriving_load(self._clock()), 3):
+        if load:
             learnt[ARRIVING_LOAD] = load
-        blob = json.dumps(learnt, separators=(",", ":"))
-        if blob == self._saved_priors and not self._outage.on:
-            return  # in an outage it is written all the same, which shows whether the outage is over
         with self._tried_again_later():
-            await self._store.save_priors(blob.encode())
-            self._saved_priors = blob
+            await self._store.save_priors(json.dumps(learnt, separators=(",", ":")).encode())
+            self._saved = found
             self._outage.wrote()
 
     async def _save_probes(self) -> None:

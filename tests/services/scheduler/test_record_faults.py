@@ -14,6 +14,7 @@ import signal
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -32,7 +33,7 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.leader import clients
+from scheduler_svc.leader import chores, clients
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, SubmitStatus
@@ -163,6 +164,28 @@ async def test_what_was_learned_is_written_to_an_emptied_record_though_nothing_i
 
     after = await wait_until_async(scheduler.store.load_priors, description="they are there again")
     assert after == before
+
+
+async def test_an_idle_leader_does_not_encode_what_it_has_saved(
+    start_own: StartScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many workload classes that takes a tenth of a second."""
+    scheduler = await start_own(priors_save_s=0.1)
+    encoded = 0
+
+    def counted(learnt: dict[str, Any], **options: Any) -> str:
+        nonlocal encoded
+        encoded += 1
+        return json.dumps(learnt, **options)
+
+    monkeypatch.setattr(chores, "json", SimpleNamespace(dumps=counted))
+    await asyncio.sleep(0.5)
+    assert encoded <= 1, "the first one"
+
+    async with gateway(scheduler.address) as client:
+        before = encoded
+        await client.submit("r1")
+        await wait_until_async(lambda: encoded > before, description="it is encoded after an event")
 
 
 async def test_an_idle_leader_that_had_to_wait_until_its_lead_was_confirmed_admits_again(
