@@ -44,21 +44,33 @@ def _set_event() -> asyncio.Event:
     return event
 
 
-@dataclass(eq=False)
-class WorkerSession:
-    """One connected worker process."""
+@dataclass(eq=False, kw_only=True)
+class _Session:
+    """One connected process."""
 
-    worker_id: str
-    worker_name: str
-    device: str
     protocol_version: int = PROTOCOL_VERSIONS[0]
-    known: dict[str, int] = field(default_factory=dict)
-    """Specifications the worker has: request id → lease epoch it has it under."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     room: asyncio.Event = field(default_factory=_set_event)
     """Event that is cleared while `MAX_ANSWERS` wait."""
     closed: bool = False
     close_reason: str = ""
+
+    def close(self, reason: str) -> None:
+        """End the stream: another leader, another connection of the same process, or silence."""
+        self.closed = True
+        self.close_reason = reason
+        self.wake.set()
+
+
+@dataclass(eq=False)
+class WorkerSession(_Session):
+    """One connected worker process."""
+
+    worker_id: str
+    worker_name: str
+    device: str
+    known: dict[str, int] = field(default_factory=dict)
+    """Specifications the worker has: request id → lease epoch it has it under."""
     _specifications: dict[str, LeasedSpecification] = field(default_factory=dict)
     _drops: dict[str, int] = field(default_factory=dict)
     _list: Sequence[AssignEntry] | None = None
@@ -140,12 +152,6 @@ class WorkerSession:
         self._drained = True
         self.wake.set()
 
-    def close(self, reason: str) -> None:
-        """End the stream: another leader, another connection of the same worker, or silence."""
-        self.closed = True
-        self.close_reason = reason
-        self.wake.set()
-
     def take(self) -> list[WorkerReply]:
         """Return the messages to send now, in the order that a worker needs: drops, specifications,
         assignment, the rest.
@@ -183,17 +189,11 @@ class WorkerSession:
 
 
 @dataclass(eq=False)
-class GatewaySession:
+class GatewaySession(_Session):
     """One connected gateway process."""
 
     gateway_id: str
-    protocol_version: int = PROTOCOL_VERSIONS[0]
     attachments: dict[str, Attachment] = field(default_factory=dict)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    room: asyncio.Event = field(default_factory=_set_event)
-    """Event that is cleared while `MAX_ANSWERS` wait."""
-    closed: bool = False
-    close_reason: str = ""
     _replies: list[GatewayReply] = field(default_factory=list)
     _dirty: dict[str, Attachment] = field(default_factory=dict)
 
@@ -214,12 +214,6 @@ class GatewaySession:
         """Remove an attachment; nothing more is sent to it."""
         self.attachments.pop(attachment_id, None)
         self._dirty.pop(attachment_id, None)
-
-    def close(self, reason: str) -> None:
-        """End the stream."""
-        self.closed = True
-        self.close_reason = reason
-        self.wake.set()
 
     def take(self) -> list[GatewayReply]:
         """Return the messages to send now: answers first, then one message of deliveries; call again until it

@@ -168,7 +168,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
         version = _version(hello.protocol_versions)
         if version is None:
             raise FailedPrecondition(_not_spoken(hello.protocol_versions))
-        session = GatewaySession(hello.gateway_id, version)
+        session = GatewaySession(hello.gateway_id, protocol_version=version)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
         log.info("gateway connected", gateway_id=hello.gateway_id)
@@ -230,7 +230,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
             return
         assert version is not None, "without one it is refused"
         self._refused_for_now.discard(hello.worker_id)
-        session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, version)
+        session = WorkerSession(hello.worker_id, hello.worker_name, hello.device, protocol_version=version)
         stream = _Stream(leadership, context, session)
         leadership.sessions.add(session)
 

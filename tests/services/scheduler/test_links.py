@@ -59,7 +59,7 @@ def test_tokens_without_an_end_keep_the_attachment() -> None:
 def test_what_has_nothing_but_tokens_goes_in_columns_to_gateways_that_read_them(
     version: int, columns: int
 ) -> None:
-    session = GatewaySession("g1", version)
+    session = GatewaySession("g1", protocol_version=version)
     live = attached(session)
     live.append(0, (10, 11), now_s=1.0)
     session.mark_dirty(live.attachments["a1"])
