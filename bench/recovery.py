@@ -42,6 +42,7 @@ from scheduler_svc.core import COMPILED
 from scheduler_svc.core.commands import Commit, Lease
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.records import NewRequest, standing_at_arrival
 from scheduler_svc.store.store import Store
@@ -118,12 +119,12 @@ async def fill(url: str, options: argparse.Namespace) -> None:
         if first % (64 * FILL_TOGETHER) == 0:
             progress(f"filling: {first + count} of {options.requests}")
     running = [f"{SHARD}.{number:026d}" for number in range(min(options.requests, options.workers * SLOTS))]
-    batch = store.batch()
+    batch = Batch(store)
     batch.lease([Lease(name, f"worker-{at // SLOTS}", 1) for at, name in enumerate(running)])
     await batch.execute()
     half = options.output_tokens // 2
     for position, count in ((0, half), (half, options.output_tokens - half)):
-        batch = store.batch()
+        batch = Batch(store)
         batch.commit(
             [
                 Commit(

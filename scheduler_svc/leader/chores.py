@@ -12,6 +12,7 @@ from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.repair import Repair
 from scheduler_svc.leader.turn import Timers, Turn
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.store import Store
 
@@ -83,7 +84,7 @@ class Chores:
         """Fold what is due also where no report comes, so that no log holds outputs for long."""
         if self._outage.on:
             return
-        batch = self._store.batch()
+        batch = Batch(self._store)
         with self._tried_again_later():
             await batch.execute()
         await self._repair.unfoldable(batch.unfoldable, self._clock())

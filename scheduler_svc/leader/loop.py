@@ -575,7 +575,7 @@ class Loop:
         self, decided: Sequence[Transition], taken: Sequence[Commit]
     ) -> tuple[Batch, list[Pending[list[TransitionStatus]]]]:
         """Return both as one batch, a run of one kind together, and its answers."""
-        batch = self.store.batch()
+        batch = Batch(self.store)
         queue: dict[type[Transition], Callable[..., Pending[list[TransitionStatus]]]] = {
             Commit: batch.commit,
             Finish: batch.finish,

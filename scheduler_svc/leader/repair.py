@@ -21,6 +21,7 @@ from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.retries import until_answered
 from scheduler_svc.leader.turn import Turn
 from scheduler_svc.leader.working_copy import WorkingCopy
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.errors import Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import ON_RECORD, StoredRequest, TransitionStatus, standing_at_arrival
 from scheduler_svc.store.store import Store
@@ -96,7 +97,7 @@ class Repair:
             elif found.deadline_unix_ms != copy.deadline_unix_ms:  # a retry had more time
                 await self._store.extend(copy.request_id, copy.deadline_unix_ms)
         for start in range(0, len(behind), WRITE_BACK_TOGETHER):
-            batch = self._store.batch()
+            batch = Batch(self._store)
             restored = [copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]]
             batch.restore(restored)
             await batch.execute()
@@ -104,7 +105,7 @@ class Repair:
         ends = list(self._clients.recent_ends)
         for start in range(0, len(ends), WRITE_BACK_TOGETHER):
             some = ends[start : start + WRITE_BACK_TOGETHER]
-            batch = self._store.batch()
+            batch = Batch(self._store)
             restored = [ended.live.to_record() for ended in some]
             batch.restore(restored)
             batch.commit([ended.commit for ended in some])
@@ -116,7 +117,7 @@ class Repair:
         for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
             # For this leader and its clients these requests ended long ago; the record has lost which end it
             # was.
-            batch = self._store.batch()
+            batch = Batch(self._store)
             batch.finish(
                 [
                     Finish(request_id, End.ERROR, FORGOTTEN_DETAIL, standing_at_arrival(0), ())
@@ -170,7 +171,7 @@ class Repair:
         """
 
         async def write() -> TransitionStatus:
-            batch = self._store.batch()
+            batch = Batch(self._store)
             answer = batch.restore([stored])
             await batch.execute()
             return answer.result()[0]

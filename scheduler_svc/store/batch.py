@@ -6,11 +6,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from scheduler_svc.core.commands import Commit, Finish, Lease, Release, Standing
 from scheduler_svc.store import scripts
-from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import (
     Argument,
     check_level,
@@ -23,57 +22,17 @@ from scheduler_svc.store.codec import (
     submission_fields,
 )
 from scheduler_svc.store.errors import Fenced
-from scheduler_svc.store.keys import SHARD_TTL_S, Keys
+from scheduler_svc.store.keys import SHARD_TTL_S
 from scheduler_svc.store.log import number_of, pack_entry, pack_row
 from scheduler_svc.store.records import (
     ON_RECORD,
-    LeaderEpoch,
-    NewRequest,
     PromptLogprobs,
     StoredRequest,
     TransitionStatus,
 )
 from scheduler_svc.store.scripts import MAX_ENTRIES, MAX_PROMPTS, Call, Script
-from scheduler_svc.store.tails import Logged, Plan, Tails
-
-
-class Writer(Protocol):
-    """The store, as far as a batch needs it."""
-
-    keys: Keys
-    queue_keys: list[str]
-    """Keys that every script about the queue begins with."""
-    finished_ttl_ms: int
-    clock: RecordClock
-    tails: Tails
-    tails_are_read: bool
-    generation: int
-    """Number of times that `tails` was built again."""
-    expires_with: dict[str, str]
-    """The key that expires with each request."""
-
-    @property
-    def epoch(self) -> LeaderEpoch | None:
-        """Return the epoch this process leads under."""
-
-    async def run(self, calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
-        """Run script calls in one pipeline."""
-
-    async def read_tails(self) -> None:
-        """Read `tails`."""
-
-    async def learn_idempotency_keys(self, request_ids: Iterable[str]) -> None:
-        """Complete `expires_with`."""
-
-    def expire_together(self, request: NewRequest) -> str:
-        """Return the key that expires with a request, and remember it."""
-
-    def let_go(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-
-    def distrust(self) -> None:
-        """Fence everything until the record was written back."""
-
+from scheduler_svc.store.store import Store
+from scheduler_svc.store.tails import Logged, Plan
 
 T = TypeVar("T")
 
@@ -149,9 +108,9 @@ class Batch:
     happened: execute the same batch again, and what had happened answers ALREADY.
     """
 
-    def __init__(self, store: Writer, leadership: str) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._leadership = leadership
+        self._leadership = store.leadership
         self._work: list[_Work] = []
         self._encoded: _Encoded | None = None
         self._generation = 0
@@ -217,7 +176,7 @@ class Batch:
             if work.plan in (_Encoder.commit, _Encoder.finish):
                 for entry, status in zip(work.entries, work.pending.result(), strict=True):
                     if entry.end is not None and status is not TransitionStatus.STALE:
-                        store.let_go(entry.request_id)
+                        store.claims.let_go(entry.request_id)
 
     def _answers(self, encoded: _Encoded, replies: Sequence[Any]) -> dict[int, list[TransitionStatus]]:
         """Return the answers to the entries of each queueing call, by its identity. Raises Fenced."""
@@ -275,13 +234,13 @@ class Batch:
             if entry.end is not None
         }
         if ending:
-            await self._store.learn_idempotency_keys(ending)
+            await self._store.claims.learn(ending)
 
 
 class _Encoder:
     """Makes the calls of a batch."""
 
-    def __init__(self, store: Writer, leadership: str) -> None:
+    def __init__(self, store: Store, leadership: str) -> None:
         self._store = store
         self._leadership = leadership
         self._now_ms = int(store.clock() * 1000)
@@ -342,7 +301,7 @@ class _Encoder:
         for index in others:
             if work.entries[index].end is not None:
                 self._plan.end(work.entries[index].request_id)
-        names, expires_with = self._store.keys, self._store.expires_with
+        names, expires_with = self._store.keys, self._store.claims.expires_with
         for some in _chunks(others, MAX_ENTRIES):
             keys = self._store.queue_keys.copy()
             arguments: list[Argument] = [self._leadership, self._now_ms, self._store.finished_ttl_ms]
@@ -425,7 +384,7 @@ class _Encoder:
 
     def finish(self, work: _Work) -> None:
         """Plan ends, each with the tokens that only the log holds."""
-        names, expires_with = self._store.keys, self._store.expires_with
+        names, expires_with = self._store.keys, self._store.claims.expires_with
         for some in _chunks(range(len(work.entries)), MAX_ENTRIES):
             keys = self._store.queue_keys.copy()
             arguments: list[Argument] = [self._leadership, self._now_ms, self._store.finished_ttl_ms]
@@ -476,7 +435,7 @@ class _Encoder:
                     names.request(request_id),
                     names.tokens(request_id),
                     names.payload(request_id),
-                    self._store.expire_together(request),
+                    self._store.claims.expire_together(request),
                 )
                 arguments += (
                     request_id,

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.claims import Claims
 from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import Argument, new_fields, pack_ids, reserved_tokens
@@ -117,15 +116,12 @@ class Store:
         self._lease = LeadershipLease(self.transport, self.keys, monotonic)
         self.claims = Claims(self.transport, self.keys, self.finished_ttl_ms)
         self.reader = Reader(self.transport, self.keys)
-        self.expires_with = self.claims.expires_with
 
         # Methods of one part each, under the names by which callers know them.
         self.run, self.ping, self.close = self.transport.run, self.transport.ping, self.transport.close
         self.distrust = self.transport.distrust
         self.leader, self.patience_s = self._lease.leader, self._lease.patience_s
         self.claim_again, self.settle_claims = self.claims.claim, self.claims.settle
-        self.learn_idempotency_keys = self.claims.learn
-        self.expire_together, self.let_go = self.claims.expire_together, self.claims.let_go
         self.unfinished_ids, self.reached = self.reader.unfinished_ids, self.reader.reached
         self.count_unfinished, self.last_sequence = self.reader.count_unfinished, self.reader.last_sequence
         self.load_priors, self.load_probes = self.reader.load_priors, self.reader.load_probes
@@ -148,6 +144,11 @@ class Store:
     def epoch(self) -> LeaderEpoch | None:
         """Return the leader epoch this process leads under, as far as it knows; None if it does not lead."""
         return self._lease.epoch
+
+    @property
+    def leadership(self) -> str:
+        """Return the name of the present leadership, by which the scripts refuse those of others."""
+        return self._lease.leadership
 
     @property
     def incarnation(self) -> str | None:
@@ -191,7 +192,7 @@ class Store:
                 return self.epoch
         epoch = await self._lease.acquire(owner, lease_s)
         if epoch is not None:
-            self.expires_with.clear()
+            self.claims.expires_with.clear()
             self._forget_copy()
         return epoch
 
@@ -226,7 +227,7 @@ class Store:
         Raises Fenced, and StoreUnavailable: then everything has to be written back again.
         """
         keys = [self.keys.leader(), self.keys.server(), self.keys.log()]
-        call = Call(scripts.RECLAIMED, keys, [self._lease.leadership, _SHARD_TTL_MS, int(written_back)])
+        call = Call(scripts.RECLAIMED, keys, [self.leadership, _SHARD_TTL_MS, int(written_back)])
         try:
             await self.run([call], leading=True)
         except StoreUnavailable:
@@ -305,9 +306,7 @@ class Store:
         """
         keys = [self.keys.leader(), self.keys.request(request_id)]
         deadline = "" if deadline_unix_ms is None else deadline_unix_ms
-        [[answer]] = await self.run(
-            [Call(scripts.EXTEND, keys, [self._lease.leadership, deadline])], leading=True
-        )
+        [[answer]] = await self.run([Call(scripts.EXTEND, keys, [self.leadership, deadline])], leading=True)
         return TransitionStatus(answer) is TransitionStatus.OK
 
     async def withdraw(self, request_ids: Sequence[str]) -> list[str]:
@@ -325,7 +324,7 @@ class Store:
             if not found:
                 continue
             keys = self.queue_keys.copy()
-            arguments: list[Argument] = [self._lease.leadership]
+            arguments: list[Argument] = [self.leadership]
             for request_id, sequence, expires_with in found:
                 keys += (self.keys.request(request_id), self.keys.tokens(request_id))
                 keys += (self.keys.payload(request_id), expires_with)
@@ -355,10 +354,6 @@ class Store:
             if sequence is not None
         ]
 
-    def batch(self) -> Batch:
-        """Return a batch: transitions that are sent together, under the present leadership."""
-        return Batch(self, self._lease.leadership)
-
     async def save_priors(self, blob: bytes) -> None:
         """Save what the policy has learnt. Raises Fenced."""
         await self._save_learnt(self.keys.priors(), blob)
@@ -368,15 +363,13 @@ class Store:
         await self._save_learnt(self.keys.probes(), blob)
 
     async def _save_learnt(self, key: str, blob: bytes) -> None:
-        call = Call(
-            scripts.SAVE_LEARNT, [self.keys.leader(), key], [self._lease.leadership, blob, _SHARD_TTL_MS]
-        )
+        call = Call(scripts.SAVE_LEARNT, [self.keys.leader(), key], [self.leadership, blob, _SHARD_TTL_MS])
         await self.run([call], leading=True)
 
     def _submit_calls(self, entries: Sequence[tuple[list[str], list[Argument]]]) -> list[Call]:
         keys = [*self.queue_keys, self.keys.sequence()]
         arguments: list[Argument] = [
-            self._lease.leadership,
+            self.leadership,
             _limit(self._limits.max_requests),
             _limit(self._limits.max_tokens),
             _limit(self._limits.max_requests_per_tenant),
@@ -474,7 +467,7 @@ class Store:
             if stored is not None and knows:
                 self.tails.resolved(stored)
             if stored is not None and stored.end is not None:
-                self.let_go(stored.request_id)
+                self.claims.let_go(stored.request_id)
             found.append(stored)
         return found
 

@@ -111,7 +111,7 @@ class One:
         return run
 
     async def many(self, verb: str, commands: list[Any]) -> list[TransitionStatus]:
-        batch: Batch = self._store.batch()
+        batch = Batch(self._store)
         pending: Pending[list[TransitionStatus]] = getattr(batch, verb)(commands)
         await batch.execute()
         return pending.result()
@@ -127,7 +127,7 @@ async def accept(store: Store, *requests: NewRequest) -> None:
 async def lease(
     store: Store, request_id: str = "r1", worker_id: str = "w1", lease_epoch: int = 1, *, pair: str = "a pair"
 ) -> None:
-    batch = store.batch()
+    batch = Batch(store)
     answer = batch.lease([Lease(request_id, worker_id, lease_epoch)], pair)
     await batch.execute()
     assert answer.result() == [OK]
@@ -158,7 +158,7 @@ async def take_over(open_store: Callable[..., Store], old: Store) -> Store:
 async def fold(store: Store) -> None:
     """Write everything that only the log holds into the requests' own keys."""
     with patch("scheduler_svc.store.batch.FOLD_AFTER_MS", -1):
-        await store.batch().execute()
+        await Batch(store).execute()
 
 
 async def read(store: Store, request_id: str = "r1") -> StoredRequest:

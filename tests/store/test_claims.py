@@ -177,7 +177,7 @@ async def test_a_submission_that_comes_again_after_the_end_does_not_prolong_the_
 
     [claim] = await claims(client)
     assert await client.ttl(claim) <= TTL_S + CLAIM_SLACK_S
-    assert not store.expires_with
+    assert not store.claims.expires_with
 
 
 async def test_a_submission_with_the_key_of_an_unfinished_request_leaves_the_claim(

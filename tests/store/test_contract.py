@@ -17,6 +17,7 @@ from laps_sd.contract.length_features import MOST_FEATURES, packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Release
 from scheduler_svc.core.rank import MAX_LEVELS
 from scheduler_svc.store import scripts
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.errors import Fenced, RecordBehind, SchemaMismatch, StoreError, StoreUnavailable
 from scheduler_svc.store.keys import SHARD_TTL_S
 from scheduler_svc.store.reading import READ_CHUNK
@@ -307,7 +308,7 @@ class TestLease:
 
     async def test_a_request_names_the_model_pair_of_its_newest_lease(self, store: Store) -> None:
         await accept(store, a_request("r1"), a_request("r2"), a_request("r3"))
-        batch = store.batch()
+        batch = Batch(store)
         batch.lease([Lease("r1", "w1", 1), Lease("r2", "w1", 1)], "a pair")
         await batch.execute()
         await lease(store, "r2", "w2", 2, pair="another pair")
@@ -504,7 +505,7 @@ class TestCommit:
     ) -> None:
         await accept(store, a_request())
         await lease(store)
-        batch = store.batch()
+        batch = Batch(store)
         batch.commit([a_commit(), a_commit(position=3, standing=a_standing(level=level))])
 
         with pytest.raises(ValueError, match="level"):
@@ -626,7 +627,7 @@ class TestEnd:
     ) -> None:
         await accept(store, a_request())
         await lease(store)
-        batch = store.batch()
+        batch = Batch(store)
         tokens = batch.commit([a_commit()])
         kept = batch.keep_prompt_logprobs([PromptLogprobs("r1", 1, b"values")])
         await batch.execute()
@@ -642,7 +643,7 @@ class TestEnd:
         await accept(store, a_request())
         await lease(store)
         with losing_answers(store) as sent:
-            batch = store.batch()
+            batch = Batch(store)
             batch.commit([a_commit()])
             batch.keep_prompt_logprobs([PromptLogprobs("r1", 1, b"values")])
             await batch.execute()
@@ -1197,7 +1198,7 @@ class TestLeadership:
         }
         batches = []
         for verb, command in old_batches.items():
-            batch = store.batch()
+            batch = Batch(store)
             getattr(batch, verb)([command])
             batches.append(batch)
         await take_over(open_store, store)
@@ -1229,7 +1230,7 @@ class TestLeadership:
         """Another leader in between may have changed anything, so the old batch must not be applied under a
         new epoch."""
         await accept(store, a_request())
-        batch = store.batch()
+        batch = Batch(store)
         batch.lease([Lease("r1", "w1", 1)])
         other = await take_over(open_store, store)
         await other.resign()
@@ -1478,7 +1479,7 @@ class TestRestore:
 class TestBatch:
     async def test_different_transitions_travel_in_the_order_they_were_queued(self, store: Store) -> None:
         await accept(store, a_request())
-        batch = store.batch()
+        batch = Batch(store)
         answers = [
             batch.lease([Lease("r1", "w1", 1)]),
             batch.commit([a_commit()]),
@@ -1492,21 +1493,21 @@ class TestBatch:
         assert [answer.result() for answer in answers] == [[OK], [OK], [OK], [OK], [OK], [GONE]]
 
     async def test_answers_exist_only_after_execution(self, store: Store) -> None:
-        pending = store.batch().lease([Lease("r1", "w1", 1)])
+        pending = Batch(store).lease([Lease("r1", "w1", 1)])
 
         assert not pending.done
         with pytest.raises(RuntimeError, match="not been executed"):
             pending.result()
 
     async def test_an_executed_batch_takes_nothing_more(self, store: Store) -> None:
-        batch = store.batch()
+        batch = Batch(store)
         await batch.execute()
 
         with pytest.raises(RuntimeError, match="has been executed"):
             batch.lease([])
 
     async def test_empty_lists_have_empty_answers(self, store: Store) -> None:
-        batch = store.batch()
+        batch = Batch(store)
         answers = [batch.commit([]), batch.finish([]), batch.lease([]), batch.release([])]
         await batch.execute()
 
@@ -1518,7 +1519,7 @@ class TestBatch:
         await accept(store, *(a_request(f"r{n}", idempotency_key=f"k{n}") for n in range(6)))
         for n in range(3):
             await lease(store, f"r{n}")
-        batch = store.batch()
+        batch = Batch(store)
         answers = [
             batch.commit(
                 [
@@ -1561,7 +1562,7 @@ class TestBatch:
     ) -> None:
         await accept(store, a_request())
         await client.script_flush()
-        batch = store.batch()
+        batch = Batch(store)
         leased, committed = batch.lease([Lease("r1", "w1", 1)]), batch.commit([a_commit()])
         await batch.execute()
 
@@ -1617,7 +1618,7 @@ async def test_a_batch_goes_as_soon_as_nobody_holds_it(store: Store) -> None:
     await lease(store)
     gc.disable()
     try:
-        batch = store.batch()
+        batch = Batch(store)
         batch.commit([a_commit()])
         await batch.execute()
         gone = weakref.ref(batch)

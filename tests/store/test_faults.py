@@ -14,6 +14,7 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Lease, Release
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fault, Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.store import Store
@@ -153,7 +154,7 @@ async def test_a_killed_server_is_unavailable_and_comes_back_with_what_was_commi
     await One(store).commit(a_commit(standing=a_standing(level=2)))
     before = await unfinished(store)
     await all_written(operator)
-    batch = store.batch()
+    batch = Batch(store)
     pending = batch.commit([a_commit(position=3, tokens=(14,), end=End.STOP)])
     own_server.kill()
 
@@ -192,7 +193,7 @@ async def test_a_batch_whose_answer_was_lost_is_safe_to_send_again(
     hasty = Store(own_server.url, "main", timeout_s=0.1)
     await store.resign()
     await hasty.acquire_leadership(owner="hasty:1", lease_s=60)
-    batch = hasty.batch()
+    batch = Batch(hasty)
     answers = [
         batch.lease([Lease("r1", "w1", 1)]),
         batch.commit([a_commit(), a_commit(position=3, tokens=(14,))]),
@@ -346,7 +347,7 @@ async def test_all_keys_of_a_shard_live_in_one_slot_of_a_cluster(tmp_path: Path)
             store, a_request("{odd} id".replace(" ", "-"), idempotency_key="{k}", tenant="{t}"), a_request()
         )
         await lease(store)
-        batch = store.batch()
+        batch = Batch(store)
         answers = [batch.commit([a_commit(end=End.STOP)]), batch.restore(await unfinished(store))]
         await batch.execute()
         assert [answer.result()[0] for answer in answers] == [OK, ALREADY]

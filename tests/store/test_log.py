@@ -11,6 +11,7 @@ import redis.asyncio as redis_client
 
 from laps_sd.contract.ends import End
 from scheduler_svc.core.commands import Commit, Lease, Release
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.errors import Fenced, RecordBehind
 from scheduler_svc.store.log import Log, Row, pack_entry, pack_row, read_log, unpack_entry
 from scheduler_svc.store.store import Store
@@ -217,7 +218,7 @@ class TestFolding:
         await client.set(store.keys.tokens("r1"), bytes(4))
         await One(store).commit(a_commit(position=3))
         with patch("scheduler_svc.store.batch.FOLD_AFTER_MS", -1):
-            batch = store.batch()
+            batch = Batch(store)
             await batch.execute()
 
         assert batch.unfoldable == {"r1": STALE}
@@ -230,7 +231,7 @@ class TestFolding:
         await client.hset(store.keys.request("r1"), "committed", "2")
         await client.set(store.keys.tokens("r1"), bytes(8))
         with patch("scheduler_svc.store.batch.FOLD_AFTER_MS", -1):
-            batch = store.batch()
+            batch = Batch(store)
             await batch.execute()
 
         assert batch.unfoldable == {"r1": STALE}
@@ -257,9 +258,9 @@ class TestFolding:
         await One(store).commit(a_commit())
         await fold(store)
         assert await entries(store, client) == ["1-0"]
-        await store.batch().execute()
+        await Batch(store).execute()
         assert await entries(store, client) == []
-        await store.batch().execute()
+        await Batch(store).execute()
         assert await One(store).commit(a_commit(position=3)) is OK
         assert await entries(store, client) == ["2-0"]
         await fold(store)
@@ -269,7 +270,7 @@ class TestFolding:
         await other.acquire_leadership(owner="other:1", lease_s=60)
         assert await One(other).commit(a_commit(position=6)) is OK
         with pytest.raises(Fenced):
-            await store.batch().execute()
+            await Batch(store).execute()
         assert await entries(store, client) == ["2-0", "3-0"]
 
     async def test_that_arrives_after_the_end_changes_nothing(
@@ -330,12 +331,12 @@ class TestFolding:
             a_commit(position=2, tokens=(), standing=a_standing(rounds=9)),
         )
         for commits in [[round_], [prefill]] if apart else [[round_, prefill]]:
-            batch = store.batch()
+            batch = Batch(store)
             answer = batch.commit(commits)
             await batch.execute()
             assert set(answer.result()) == {OK}
 
-        batch = store.batch()
+        batch = Batch(store)
         batch.commit([a_commit(position=2, tokens=(9,), end=End.STOP)])
         await batch.execute()
 
@@ -432,7 +433,7 @@ class TestEnd:
 
     async def test_after_progress_in_the_same_batch_that_the_record_decides_about(self, store: Store) -> None:
         await reported(store, "r1")
-        batch = store.batch()
+        batch = Batch(store)
         batch.lease([Lease("r1", "w2", 2)])
         answers = batch.commit(
             [a_commit(lease_epoch=2, position=3, tokens=(7, 8)), an_end("r1", lease_epoch=2, position=5)]
@@ -444,7 +445,7 @@ class TestEnd:
 
     async def test_whose_answer_was_lost_is_known(self, store: Store) -> None:
         await reported(store, "r1", "r2")
-        batch = store.batch()
+        batch = Batch(store)
         ends = batch.commit([an_end("r1"), an_end("r2")])
         with losing_answers(store):
             await batch.execute()
@@ -452,7 +453,7 @@ class TestEnd:
 
         assert ends.result() == [ALREADY, ALREADY]
         assert (await read(store)).committed_ids == (11, 12, 13, 14)
-        other = store.batch()
+        other = Batch(store)
         answer = other.commit([an_end("r1", end=End.LENGTH), an_end("r2", tokens=(15,))])
         await other.execute()
         assert answer.result() == [GONE, GONE]
@@ -463,7 +464,7 @@ class TestProgressAfterSomethingElseInTheSameBatch:
 
     async def test_under_the_lease_before(self, store: Store) -> None:
         await reported(store, "r1")
-        batch = store.batch()
+        batch = Batch(store)
         answers = batch.lease([Lease("r1", "w2", 2)]), batch.commit([a_commit(position=3)])
         await batch.execute()
 
@@ -473,7 +474,7 @@ class TestProgressAfterSomethingElseInTheSameBatch:
     async def test_under_a_lease_that_is_refused(self, store: Store, client: redis_client.Redis) -> None:
         await reported(store, "r1")
         await client.hset(store.keys.request("r1"), "lease_epoch", 7)
-        batch = store.batch()
+        batch = Batch(store)
         answers = batch.lease([Lease("r1", "w2", 2)]), batch.commit([a_commit(lease_epoch=2, position=3)])
         await batch.execute()
 
@@ -485,7 +486,7 @@ class TestProgressAfterSomethingElseInTheSameBatch:
     ) -> None:
         await reported(store, "r1")
         await client.hset(store.keys.request("r1"), "lease_epoch", 2)
-        batch = store.batch()
+        batch = Batch(store)
         answers = batch.commit(
             [a_commit(lease_epoch=2, position=3, tokens=(7,)), a_commit(position=3, tokens=(8,))]
         )
@@ -513,7 +514,7 @@ class TestRepetition:
     ) -> None:
         await accept(store, a_request("r1"), a_request("r2"))
         await lease(store)
-        batch = store.batch()
+        batch = Batch(store)
         answers = [batch.commit([a_commit()]), batch.lease([Lease("r2", "w1", 1)])]
         with losing_answers(store):
             await batch.execute()
@@ -561,7 +562,7 @@ class TestLoss:
         await client.delete(store.keys.log())
         if kept:
             await client.restore(store.keys.log(), 60_000, first)
-        batch = store.batch()
+        batch = Batch(store)
         pending = batch.commit([a_commit(position=6, tokens=(17,), standing=a_standing(rounds=3))])
 
         with pytest.raises(Fenced, match="log"):

@@ -503,7 +503,7 @@ class Protocol(RuleBasedStateMachine):
         assert self.run(leader.store.reclaim_leadership(newest_sequence=self.newest_sequence(leader)))
         self.others_cannot_lead(leader)
         copies = [self.stored(leader, request_id, copy) for request_id, copy in leader.copies.items()]
-        batch = leader.store.batch()
+        batch = Batch(leader.store)
         answer = batch.restore(copies)
         self.run(batch.execute())
         for stored, status in zip(copies, answer.result(), strict=True):
@@ -513,7 +513,7 @@ class Protocol(RuleBasedStateMachine):
             )
             assert status in allowed
         for request_id, copy, commit in leader.ended:
-            batch = leader.store.batch()
+            batch = Batch(leader.store)
             batch.restore([self.stored(leader, request_id, copy)])
             ended = batch.commit([commit])
             self.run(batch.execute())
@@ -530,7 +530,7 @@ class Protocol(RuleBasedStateMachine):
         assert leader.copies is not None
         known = set(leader.copies) | self.in_flight(leader)
         forgotten = [one for one in self.run(leader.store.unfinished_ids()) if one not in known]
-        batch = leader.store.batch()
+        batch = Batch(leader.store)
         batch.finish([a_finish(request_id, End.ERROR) for request_id in forgotten])
         self.run(batch.execute())
         for request_id in forgotten:
@@ -608,7 +608,7 @@ class Protocol(RuleBasedStateMachine):
                 asked.append((decision, None))
         if not asked:
             return
-        scheduler.asked, scheduler.batch = asked, scheduler.store.batch()
+        scheduler.asked, scheduler.batch = asked, Batch(scheduler.store)
         scheduler.answers = [
             queued(scheduler.batch, kind, list(run))
             for kind, run in itertools.groupby([command for command, _ in asked], type)
@@ -840,11 +840,11 @@ class Protocol(RuleBasedStateMachine):
             assert self.run(last.acquire_leadership(owner="last:1", lease_s=600)) is not None
         left = self.run(unfinished(last))
         if left:
-            batch = last.batch()
+            batch = Batch(last)
             answer = batch.finish([a_finish(stored.request_id) for stored in left])
             self.run(batch.execute())
             assert set(answer.result()) == {OK}
-            again = last.batch()
+            again = Batch(last)
             repeated = again.finish([a_finish(stored.request_id, End.ERROR) for stored in left])
             self.run(again.execute())
             assert set(repeated.result()) == {GONE}, "a second end"

@@ -17,6 +17,7 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.crc import key_slot
 
+from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fault, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import SubmitStatus
@@ -371,7 +372,7 @@ class TestAReplicaThatIsPromoted:
         await lease(store)
         assert replica.pid is not None
         os.kill(replica.pid, signal.SIGSTOP)
-        batch = store.batch()
+        batch = Batch(store)
         pending = batch.commit([a_commit()])
         for _ in range(2):  # nothing new is written the second time, and the replica still lacks it
             with pytest.raises(StoreUnavailable, match="only 0 of 1 required replicas have the write"):

@@ -300,7 +300,7 @@ class TwoProcesses(RuleBasedStateMachine):
 
     @staticmethod
     def queue(store: Store, verb: str, command: object) -> tuple[Batch, Pending[list[TransitionStatus]]]:
-        batch = store.batch()
+        batch = Batch(store)
         put: Callable[[list[object]], Pending[list[TransitionStatus]]] = getattr(batch, verb)
         return batch, put([command])
 
