@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from scheduler_svc.core.events import Merged, Progress
 
@@ -41,8 +40,6 @@ class _Sums:
         self.position = position
         self.tokens = self.drafted = self.accepted = self.prefilled = 0
         self.rounds = self.drafts = self.squares = 0
-        self.verdicts: list[tuple[int, int]] = []
-        """(accepted, drafted) of each draft."""
         self.end: End | None = None
 
 
@@ -86,7 +83,6 @@ class MergedSteps:
                 sums.drafts += 1
                 sums.drafted += drafted
                 sums.accepted += accepted
-                sums.verdicts.append((accepted, drafted))
             sums.prefilled += prefilled
             if end is not None:
                 sums.end = end
@@ -107,36 +103,9 @@ class MergedSteps:
                 sums.end,
                 0,
                 "",
-                *_by_position(sums.verdicts),
                 None,
                 Merged(sums.rounds, sums.drafts, sums.squares),
                 sums.end is None,  # there is no record, so no command has to write the tokens
             )
             for request_id, sums in self._sums.items()
         )
-
-
-def _by_position(verdicts: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the draft tokens compared and accepted in all of these drafts, position by position."""
-    if len(verdicts) <= 1:
-        return by_position(*verdicts[0]) if verdicts else ((), ())
-    # A draft is compared up to its first token that is not accepted, or to its end.
-    longest = 0
-    for _, drafted in verdicts:
-        if drafted > longest:
-            longest = drafted
-    stopped, complete = [0] * (longest + 1), [0] * (longest + 1)
-    for accepted, drafted in verdicts:
-        stopped[accepted] = stopped[accepted] + 1
-        if accepted == drafted:
-            complete[drafted] = complete[drafted] + 1
-    compared: list[int] = []
-    kept: list[int] = []
-    reached = len(verdicts)
-    for at in range(longest):
-        if reached == complete[at]:
-            break
-        compared.append(reached - complete[at])
-        reached -= stopped[at]
-        kept.append(reached)
-    return tuple(compared), tuple(kept)

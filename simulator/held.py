@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from scheduler_svc.core.events import Progress
@@ -81,6 +80,5 @@ class HeldRequest:
             own_end if self.ended else None,
             0,
             "",
-            *by_position(accepted, drafted),
             cached=self._found(),
         )

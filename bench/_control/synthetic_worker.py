@@ -33,7 +33,6 @@ import uvloop
 
 from bench._control.latency import Sample, is_sampled
 from bench._control.lengths import output_length
-from laps_sd.contract.acceptance import by_position
 from laps_sd.service import wire
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS, until_first_ends
 from laps_sd.service.specifications import sampling_of
@@ -173,14 +172,11 @@ def _scripted(rng: random.Random, acceptance: float) -> ScriptedRound:
     accepted = 0
     while accepted < DRAFTED and rng.random() < acceptance:
         accepted += 1
-    tested_by_position, accepted_by_position = by_position(accepted, DRAFTED)
     token_ids = tuple(rng.randrange(VOCABULARY) for _ in range(accepted + 1))
     progress = pb.RequestProgress(
         token_ids=token_ids,
         drafted=DRAFTED,
         accepted=accepted,
-        tested_by_position=tested_by_position,
-        accepted_by_position=accepted_by_position,
     )
     return ScriptedRound(progress.SerializeToString(), token_ids, accepted)
 

@@ -646,7 +646,7 @@ class RequestProgress(_message.Message):
 
     @_builtins.property
     def tested_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """By draft position: draft tokens that were compared with the target's choice, and those that were accepted."""
+        """By draft position: draft tokens that were compared with the target's choice, and those that were accepted. Not sent and not read."""
 
     @_builtins.property
     def accepted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

@@ -185,9 +185,6 @@ class Progress:
     end: Final[End | None]
     cut_characters: Final[int]
     error: Final[str]
-    tested_by_position: Final[tuple[int, ...]]
-    accepted_by_position: Final[tuple[int, ...]]
-    """Draft tokens compared and accepted, by position; sums over the rounds."""
     predicted_remaining_tokens: Final[float | None]
     merged: Final[Merged | None]
     """Counts of several rounds; None for one."""
@@ -210,8 +207,6 @@ class Progress:
         end: End | None,
         cut_characters: int,
         error: str,
-        tested_by_position: tuple[int, ...] = (),
-        accepted_by_position: tuple[int, ...] = (),
         predicted_remaining_tokens: float | None = None,
         merged: Merged | None = None,
         recorded: bool = False,
@@ -227,8 +222,6 @@ class Progress:
         self.end = end
         self.cut_characters = cut_characters
         self.error = error
-        self.tested_by_position = tested_by_position
-        self.accepted_by_position = accepted_by_position
         self.predicted_remaining_tokens = predicted_remaining_tokens
         self.merged = merged
         self.recorded = recorded

@@ -169,8 +169,6 @@ class _Sums:
         self.tokens: list[int] = []
         self.drafted = self.accepted = self.prefilled = self.cached = 0
         self.rounds = self.drafts = self.squares = 0
-        self.tested: list[int] = []
-        self.kept: list[int] = []
         self.predicted: float | None = None
 
     def add(self, progress: Progress) -> None:
@@ -185,8 +183,6 @@ class _Sums:
         self.rounds += progress.rounds
         self.drafts += progress.drafts
         self.squares += progress.squares(tokens)
-        _add_up(self.tested, progress.tested_by_position)
-        _add_up(self.kept, progress.accepted_by_position)
         if progress.predicted_remaining_tokens is not None:
             self.predicted = progress.predicted_remaining_tokens
         elif self.predicted is not None:
@@ -206,20 +202,11 @@ class _Sums:
             last.end,
             last.cut_characters,
             last.error,
-            tuple(self.tested),
-            tuple(self.kept),
             self.predicted,
             Merged(self.rounds, self.drafts, self.squares),
             last.recorded,
             self.cached,
         )
-
-
-def _add_up(sums: list[int], counts: tuple[int, ...]) -> None:
-    while len(sums) < len(counts):
-        sums.append(0)
-    for at in range(len(counts)):
-        sums[at] += counts[at]
 
 
 def merged(reports: list[RoundReported]) -> RoundReported:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.contract.prompt_blocks import MOST_CACHED_BLOCKS, problem_of
 from laps_sd.service import ends
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
 from scheduler_svc.core.events import (
     CacheChanged,
     Held,
@@ -254,12 +252,6 @@ def _prediction(message: worker_pb.RequestProgress | worker_pb.HeldRequest) -> f
 def _progress(progress: worker_pb.RequestProgress) -> Progress:
     # Slices: reading a repeated field entry by entry takes twice as long.
     tokens = tuple(progress.token_ids[:])
-    tested = progress.tested_by_position[:MAX_POSITIONS]
-    if tested and max(tested) > MAX_DRAFTED_PER_ROUND:
-        tested = [min(count, MAX_DRAFTED_PER_ROUND) for count in tested]
-    kept = progress.accepted_by_position[: len(tested)]
-    if any(map(operator.gt, kept, tested)):
-        kept = list(map(min, kept, tested))
     believable = not tokens or max(tokens) <= MAX_TOKEN_ID
     return Progress(
         request_id=progress.request_id,
@@ -272,8 +264,6 @@ def _progress(progress: worker_pb.RequestProgress) -> Progress:
         end=ends.end_of_kind(progress.end),
         cut_characters=progress.cut_characters,
         error=progress.error[:1024],
-        tested_by_position=tuple(tested),
-        accepted_by_position=tuple(kept),
         predicted_remaining_tokens=_prediction(progress),
         cached=min(progress.cached, MAX_PREFILLED_PER_ROUND),
     )
@@ -298,20 +288,12 @@ def _plain_progress(plain: worker_pb.PlainProgress) -> list[Progress]:
         for row, of_row in enumerate(tokens):
             if max(of_row, default=0) > MAX_TOKEN_ID:
                 positions[row], tokens[row] = NOWHERE, ()
-    compared, kept = drafted, accepted
-    if max(drafted) > MAX_POSITIONS or any(map(operator.gt, accepted, drafted)):
+    if max(drafted) > MAX_DRAFTED_PER_ROUND or any(map(operator.gt, accepted, drafted)):
         drafted = [min(count, MAX_DRAFTED_PER_ROUND) for count in drafted]
         accepted = list(map(min, accepted, drafted))
-        # Both are cut, since `by_position` keeps an answer for each pair of them.
-        compared = [min(count, MAX_POSITIONS) for count in drafted]
-        kept = list(map(min, accepted, compared))
-    tested_by_position, accepted_by_position = zip(*map(by_position, kept, compared), strict=True)
-    rows = zip(
-        request_ids, epochs, positions, tokens, drafted, accepted, tested_by_position, accepted_by_position,
-        strict=True,
-    )  # fmt: skip
+    rows = zip(request_ids, epochs, positions, tokens, drafted, accepted, strict=True)
     # Without names of arguments, which take a third of the time.
     return [
-        Progress(name, epoch, at, new, proposed, taken, 0, None, 0, "", tested, good)
-        for name, epoch, at, new, proposed, taken, tested, good in rows
+        Progress(name, epoch, at, new, proposed, taken, 0, None, 0, "")
+        for name, epoch, at, new, proposed, taken in rows
     ]

@@ -56,8 +56,6 @@ def test_reports_of_a_request_are_those_of_a_real_worker():
         assert (progress.request_id, progress.lease_epoch, progress.position) == (SAMPLED, 3, position)
         assert progress.prefilled == (20 if number == 1 else 0)
         assert len(progress.token_ids) == progress.accepted + 1
-        assert sum(progress.accepted_by_position) == progress.accepted
-        assert len(progress.tested_by_position) == min(progress.accepted + 1, DRAFTED)
         assert report.draft_s + report.verify_s + report.prefill_s == pytest.approx(0.05)
         position += len(progress.token_ids)
         if progress.end:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler_svc.core.estimates import acceptance, calibration, cost, lengths
-from scheduler_svc.core.estimates.acceptance import AcceptanceStatistics, PositionStatistics, shrinkage
+from scheduler_svc.core.estimates.acceptance import AcceptanceStatistics, shrinkage
 from scheduler_svc.core.estimates.calibration import GuessHistory
 from scheduler_svc.core.estimates.cost import CostModel
 from scheduler_svc.core.estimates.lengths import LengthTable
@@ -16,19 +16,7 @@ from scheduler_svc.core.estimates.lengths import LengthTable
 
 def rounds() -> tuple[Callable[[], None], Callable[[], float]]:
     learner = AcceptanceStatistics()
-    return lambda: learner.observe_round(3, 4), lambda: learner.rounds
-
-
-def draft_positions() -> tuple[Callable[[], None], Callable[[], float]]:
-    learner = PositionStatistics()
-    return lambda: learner.observe(
-        (1, 1), (1, 0)
-    ), lambda: learner.tested[0] * (1 - 1 / acceptance.FORGET_ROUNDS) / learner.unit
-
-
-def rounds_with_positions() -> tuple[Callable[[], None], Callable[[], float]]:
-    learner = PositionStatistics()
-    return lambda: learner.observe((1, 1), (1, 0)), lambda: learner.rounds
+    return lambda: learner.observe_round(3), lambda: learner.rounds
 
 
 def ended_requests() -> tuple[Callable[[], None], Callable[[], float]]:
@@ -68,8 +56,6 @@ def swaps() -> tuple[Callable[[], None], Callable[[], float]]:
 
 LEARNERS = [
     (rounds, acceptance.FORGET_ROUNDS),
-    (draft_positions, acceptance.FORGET_ROUNDS),
-    (rounds_with_positions, acceptance.FORGET_ROUNDS),
     (ended_requests, acceptance.FORGET_REQUESTS),
     (output_lengths, lengths.FORGET_REQUESTS),
     (lengths_in_bins, lengths.FORGET_REQUESTS),
@@ -108,10 +94,8 @@ class TestWhatDoesNotChangeHasItsMean:
     def test_rounds(self) -> None:
         statistics = AcceptanceStatistics()
         for _ in range(20_000):
-            statistics.observe_round(3, 4)
+            statistics.observe_round(3)
         assert statistics.tokens / statistics.rounds == pytest.approx(3)
-        assert statistics.drafted / statistics.rounds == pytest.approx(4)
-        assert statistics.drafted_of_late == pytest.approx(4)
 
     def test_ended_requests(self) -> None:
         statistics = AcceptanceStatistics()
@@ -151,26 +135,6 @@ def test_the_first_rounds_count_in_full_for_the_usual_batch() -> None:
     assert (model.batch, model.tokens) == (6, 30)
     model.observe_round(2, 10, 0, 0.03)
     assert (model.batch, model.tokens) == pytest.approx((4, 20), rel=1e-3)
-
-
-def test_the_first_rounds_count_in_full_for_the_present_draft_length() -> None:
-    statistics = AcceptanceStatistics()
-    statistics.observe_round(1, 6)
-    assert statistics.drafted_of_late == 6
-    statistics.observe_round(1, 2)
-    assert statistics.drafted_of_late == pytest.approx(4, rel=1e-3)
-
-
-def test_draft_positions_are_taken_up_after_a_tenth_more_rounds_and_at_last_every_64() -> None:
-    positions = PositionStatistics()
-    built = []
-    for number in range(1, 1200):
-        positions.observe((1,), (1,))
-        if positions.stale:
-            positions.rebuild(None)
-            built.append(number)
-    assert built[:10] == [2, 4, 6, 8, 10, 13, 16, 19, 23, 27]
-    assert built[-1] - built[-2] == 64
 
 
 class TestVariances:

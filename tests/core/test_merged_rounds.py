@@ -32,9 +32,8 @@ ROUNDS = ((4, 3), (1, 0), (6, 5))
 
 
 def of_a(position: int, tokens: int, accepted: int) -> Progress:
-    by_position = (1,) * min(5, accepted + 1), ((1,) * accepted + (0,))[:5]
     ids = tuple(range(position, position + tokens))
-    return Progress("a", 1, position, ids, 5, accepted, 0, None, 0, "", *by_position)
+    return Progress("a", 1, position, ids, 5, accepted, 0, None, 0, "")
 
 
 def of_b(position: int) -> Progress:
@@ -73,8 +72,6 @@ A_MERGED = Progress(
     None,
     0,
     "",
-    (3, 2, 2, 2, 1),
-    (2, 2, 2, 1, 1),
     merged=Merged(rounds=3, drafts=3, token_squares=16 + 1 + 36),
 )
 B_MERGED = Progress("b", 1, 0, (7, 7, 7), 0, 0, 0, None, 0, "", merged=Merged(3, 0, 3))

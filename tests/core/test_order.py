@@ -12,7 +12,6 @@ from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.rank import AHEAD, MAX_LEVELS, pack_rank_class
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from tests.core.learned import tokens_by_draft_length
 from tests.core.ranks import live, make
 from tests.core.test_scheduler import W, core, did, report, request
 
@@ -143,15 +142,3 @@ class TestTheReservedShare:
             0,
             1,
         }
-
-
-def test_a_class_that_has_hardly_begun_is_like_all_from_its_first_draft_position_on() -> None:
-    priors = Priors()
-    for number in range(5000):
-        kept = number % 5 < 4
-        priors.observe_tokens("many", 2 if kept else 1, 1, (1,), (1 if kept else 0,))
-    for _ in range(2):
-        priors.observe_tokens("few", 2, 1, (1,), (1,))
-    everyone = tokens_by_draft_length(priors, "many", 1) - 1
-    assert everyone == pytest.approx(0.8, abs=0.01)
-    assert tokens_by_draft_length(priors, "few", 1) - 1 == pytest.approx((20 * everyone + 2) / 22, abs=0.01)

@@ -115,8 +115,6 @@ def one_progress(draw: st.DrawFn) -> Progress:
         end,
         0,
         "",
-        (1,) * min(drafted, 64),
-        (1,) * min(drafted, accepted, 64),
         draw(PREDICTIONS),
         draw(st.none() | st.just(Merged(SURVIVED_ROUNDS, min(1, drafted), 40))) if tokens else None,
         bool(tokens) and end is None and draw(st.booleans()),

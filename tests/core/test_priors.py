@@ -22,7 +22,6 @@ from scheduler_svc.core.estimates.acceptance import (
     LEAST_SHRINKAGE,
     MOST_SHRINKAGE,
     AcceptanceStatistics,
-    PositionStatistics,
     shrinkage,
     tokens_per_round,
 )
@@ -33,15 +32,8 @@ from scheduler_svc.core.estimates.guesses import LEAST_MASS, MOST_CELLS, REACH, 
 from scheduler_svc.core.estimates.lengths import EDGES, SHAPE_PRIOR, SHAPE_WEIGHT, LengthTable, bounded
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
 from scheduler_svc.core.estimates.sources import Guesses
-from tests.core.learned import tokens_by_draft_length
 
 MOST = 100_000
-
-
-def chain(kept: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the report of a round of a chain of proposals by position: compared, and of these kept."""
-    tested = min(kept + 1, drafted)
-    return (1,) * tested, (1,) * kept + (0,) * (tested - kept)
 
 
 class TestTokensPerRound:
@@ -76,112 +68,8 @@ class TestTokensPerRound:
     def test_it_follows_a_change(self) -> None:
         statistics = AcceptanceStatistics()
         for tokens in [2] * 60_000 + [4] * 60_000:
-            statistics.observe_round(tokens, 4)
+            statistics.observe_round(tokens)
         assert statistics.mean(2.0, 200.0) > 3.85
-
-
-class TestDraftPositions:
-    """Acceptance by position does not depend on how much was drafted, so it predicts the result of any draft
-    length."""
-
-    RATES = (0.8, 0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6)
-
-    @classmethod
-    def true_tokens(cls, draft: int, rates: tuple[float, ...] = RATES) -> float:
-        return 1 + sum(math.prod(rates[: n + 1]) for n in range(draft))
-
-    def run(
-        self,
-        priors: Priors,
-        name: str,
-        draft: int,
-        rounds: int,
-        rates: tuple[float, ...] = RATES,
-        seed: int = 1,
-    ) -> None:
-        source = random.Random(seed)
-        for _ in range(rounds):
-            kept = 0
-            while kept < draft and source.random() < rates[kept]:
-                kept += 1
-            priors.observe_tokens(name, kept + 1, draft, *chain(kept, draft))
-
-    def test_with_no_history(self) -> None:
-        priors = Priors()
-        assert tokens_by_draft_length(priors, "", 0) == 1
-        assert tokens_by_draft_length(priors, "", 1) == 1.5
-        assert tokens_by_draft_length(priors, "", 64) == pytest.approx(DEFAULT_TOKENS_PER_ROUND)
-
-    @pytest.mark.parametrize("draft", [0, 1, 3, 5, 8])
-    def test_other_draft_lengths_than_those_it_learnt_from(self, draft: int) -> None:
-        """Positions up to the draft length are measured; later positions are assumed to be like the last."""
-        priors = Priors()
-        self.run(priors, "", 5, 20_000)
-        assert tokens_by_draft_length(priors, "", draft) == pytest.approx(self.true_tokens(draft), rel=0.03)
-
-    def test_two_workers_with_different_draft_lengths_teach_the_same(self) -> None:
-        short, both = Priors(), Priors()
-        self.run(short, "", 5, 20_000)
-        for i in range(20):
-            self.run(both, "", (2, 5)[i % 2], 1000, seed=i)
-        assert tokens_by_draft_length(both, "", 4) == pytest.approx(
-            tokens_by_draft_length(short, "", 4), rel=0.03
-        )
-
-    def test_a_mean_between_two_lengths(self) -> None:
-        priors = Priors()
-        self.run(priors, "", 5, 5000)
-        low, high = tokens_by_draft_length(priors, "", 2), tokens_by_draft_length(priors, "", 3)
-        assert tokens_by_draft_length(priors, "", 2.25) == pytest.approx(0.75 * low + 0.25 * high)
-
-    def test_classes_differ_and_a_new_one_is_like_all(self) -> None:
-        priors = Priors()
-        self.run(priors, "code", 5, 20_000, (0.9,) * 8)
-        self.run(priors, "chat", 5, 20_000, (0.5,) * 8, seed=2)
-        code, chat = (tokens_by_draft_length(priors, name, 5) for name in ("code", "chat"))
-        assert code == pytest.approx(self.true_tokens(5, (0.9,) * 8), rel=0.03)
-        assert chat == pytest.approx(self.true_tokens(5, (0.5,) * 8), rel=0.03)
-        assert chat < tokens_by_draft_length(priors, "unheard of", 5) < code
-
-    def test_positions_a_class_has_not_reached_follow_its_own_and_the_shape_of_all(self) -> None:
-        priors = Priors()
-        falling = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-        self.run(priors, "code", 8, 50_000, falling)
-        self.run(priors, "chat", 2, 5000, (0.7, 0.6) + (0.0,) * 6, seed=2)
-        gain = tokens_by_draft_length(priors, "chat", 3) - tokens_by_draft_length(priors, "chat", 2)
-        assert gain == pytest.approx(0.7 * 0.6 * 0.5, rel=0.1)
-
-    def test_it_follows_a_change(self) -> None:
-        priors = Priors()
-        self.run(priors, "", 3, 50_000, (0.9,) * 8)
-        self.run(priors, "", 3, 80_000, (0.5,) * 8)
-        assert tokens_by_draft_length(priors, "", 3) == pytest.approx(1.875, rel=0.03)
-
-    def test_sums_stay_small_however_long_it_runs(self) -> None:
-        statistics = PositionStatistics()
-        for _ in range(300_000):
-            statistics.observe((1, 1), (1, 0))
-        assert statistics.unit < 1e6
-        statistics.rebuild(None)
-        assert statistics.rates == pytest.approx([0.999, 0.001], abs=0.002)
-
-    def test_the_mean_of_a_class_is_carried_to_the_draft_length_of_late(self) -> None:
-        """20,000 rounds with 5 drafted, 500 with 1: the plain mean would still be 2.5 tokens."""
-        priors = Priors()
-        self.run(priors, "chat", 5, 20_000)
-        assert priors.mean_tokens_per_round("chat") == pytest.approx(self.true_tokens(5), rel=0.03)
-        self.run(priors, "chat", 1, 500)
-        assert priors.mean_tokens_per_round("chat") == pytest.approx(self.true_tokens(1), rel=0.05)
-        self.run(priors, "chat", 5, 500)
-        assert priors.mean_tokens_per_round("chat") == pytest.approx(self.true_tokens(5), rel=0.05)
-
-    def test_a_worker_that_tells_no_positions_leaves_the_mean_as_it_is(self) -> None:
-        priors = Priors()
-        for _ in range(500):
-            priors.observe_tokens("", 3, 5)
-        for _ in range(100):
-            priors.observe_tokens("", 3, 1)
-        assert priors.mean_tokens_per_round("") == pytest.approx(3, rel=0.3)
 
 
 class TestShrinkage:
@@ -274,9 +162,8 @@ class TestShrinkage:
     def test_the_mean_of_a_class_is_that_of_its_rounds_and_of_those_it_is_shrunk_to(self) -> None:
         statistics = AcceptanceStatistics()
         assert statistics.mean(4.0, 10.0) == 4.0
-        statistics.observe_round(2, 5)
+        statistics.observe_round(2)
         assert statistics.mean(4.0, 10.0) == pytest.approx((40 + 2) / 11)
-        assert statistics.mean(4.0, 10.0, factor=3.0) == pytest.approx((40 + 6) / 11)
 
     def test_a_class_has_its_own_variances_as_soon_as_it_has_enough_ends(self) -> None:
         """Until then those of all classes count; the spread of the pace shows both."""
@@ -888,7 +775,7 @@ class TestVersions:
 
 
 def as_format_4(data: dict[str, Any]) -> dict[str, Any]:
-    """Return these priors as the build before wrote them; no worker had predicted anything."""
+    """Return these priors as an earlier build wrote them; no worker had predicted anything."""
     hints = data.pop("hints")
     del data["predictions"], data["prompts"]
     names = ("weight", "lengths", "guesses", "length_squares", "guess_squares", "products")
@@ -897,6 +784,8 @@ def as_format_4(data: dict[str, Any]) -> dict[str, Any]:
         own["client_guesses"] = dict(zip(names, sums, strict=True))
         own["worker_guesses"] = dict.fromkeys(names, 0.0)
         del own["stages"]
+        own["acceptance"] |= {"drafted": 900.0, "drafted_of_late": 5.0}
+        own["positions"] = {"rounds": 180.0, "tested": [180.0, 90.0], "accepted": [90.0, 45.0]}
     return data | {
         "format": 4,
         "tenants": hints["tenants"],
@@ -913,9 +802,7 @@ class TestTheRecord:
             length = source.randint(1, 500)
             rounds = max(1, length // 3)
             for _ in range(3):
-                kept = source.randint(0, 5)
-                drafted = source.choice([5, 8])
-                priors.observe_tokens(name, kept + 1, drafted, *chain(kept, drafted))
+                priors.observe_tokens(name, source.randint(1, 6))
             priors.observe_acceptance(name, rounds, length, 4 * length)
             priors.observe_length(name, length, Guesses(client=length * source.uniform(0.5, 2)))
             batch = source.randint(1, 8)
@@ -933,9 +820,6 @@ class TestTheRecord:
         for name in ("chat", "code", "other"):
             assert again.tokens_per_round(name, 10, 25).mean == pytest.approx(
                 priors.tokens_per_round(name, 10, 25).mean, rel=0.01
-            )  # this table is built again, too
-            assert tokens_by_draft_length(again, name, 4) == pytest.approx(
-                tokens_by_draft_length(priors, name, 4), rel=0.05
             )
             mine, theirs = (
                 priors.tokens_left(name, 20, 900, Guesses(client=80.0)),
@@ -1003,11 +887,6 @@ class TestTheRecord:
             ),
             (("cost", "batch"), 0.0, "cost.batch must be a number from 1e-09"),
             (("cost", "fit"), [0.1], "cost.fit must have 4 to 4 entries, got 1"),
-            (
-                ("all", "positions", "tested"),
-                [1.0] * 65,
-                "all.positions.tested must have 0 to 64 entries, got 65",
-            ),
             (("classes",), {str(n): {} for n in range(257)}, "classes must have 0 to 256 entries, got 257"),
             (
                 ("hints", "everyone"),
@@ -1064,7 +943,7 @@ class TestTheRecord:
         guesses = Guesses(client=80.0, prompt=90.0)
         guesses.predicted(priors.prediction("chat", 50.0, 10, 900, guesses, "t"))
         for name in ("chat", "other"):
-            priors.observe_tokens(name, 3, 4, (1, 1, 1), (1, 1, 0), "t")
+            priors.observe_tokens(name, 3, "t")
             priors.observe_acceptance(name, 3, 9, 27, "t")
             priors.observe_length(name, 90, guesses, "t")
             pace = priors.tokens_per_round(name, 10, 25)
@@ -1079,8 +958,7 @@ class TestTheRecord:
     def test_a_shard_with_every_class_stays_small(self) -> None:
         priors = Priors()
         for i in range(MAX_CLASSES):
-            for draft in (5, 200):
-                priors.observe_tokens(f"class {i}", draft + 1, draft, (1,) * draft, (1,) * draft)
+            priors.observe_tokens(f"class {i}", 6)
         assert len(json.dumps(priors.to_dict())) < 2_000_000
 
     def test_the_number_of_calibrations_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1126,11 +1004,9 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
                 for _ in range(times):
                     priors.cost.observe_swap(tokens, lasted)
             case 3:
-                tokens, drafted = data.draw(counts), data.draw(counts | st.just(0))
-                tested = tuple(data.draw(st.lists(st.sampled_from([0, 1, 4096]), max_size=70)))
-                kept = tuple(min(count, data.draw(st.sampled_from([0, 1, 4096]))) for count in tested)
+                tokens = data.draw(counts)
                 for _ in range(times):
-                    priors.observe_tokens("a", tokens, drafted, tested, kept)
+                    priors.observe_tokens("a", tokens)
             case 4:
                 rounds, gained = data.draw(counts), data.draw(counts)
                 for _ in range(times):
@@ -1153,7 +1029,6 @@ def test_no_sequence_of_observations_makes_an_estimate_that_is_no_estimate(data:
         left = priors.tokens_left(name, emitted, emitted + more, Guesses(client=guess))
         estimates = [
             *(pace.mean, left.mean, left.low, left.high),
-            tokens_by_draft_length(priors, name, data.draw(st.floats(0, 4096))),
             priors.cost.round_s(1, 5, 100),
             priors.cost.share_s(emitted),
             priors.cost.prefill_share_s(1),

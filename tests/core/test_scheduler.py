@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -34,7 +33,6 @@ from scheduler_svc.core.state.request import MAX_STORY_LINES, Request
 from scheduler_svc.core.views import Ahead, RequestState, Totals
 from tests.core.cluster import Cluster
 from tests.core.jobs import Job, facts
-from tests.core.learned import tokens_by_draft_length
 
 
 def core(policy: str = "laps-sd") -> Scheduler:
@@ -586,16 +584,6 @@ class TestReports:
         cost = scheduler.priors.cost
         assert cost.rounds == 0
         assert cost.prefill_s - before.prefill_s == pytest.approx(0.43, rel=0.01)
-
-    def test_acceptance_by_position_is_learnt(self) -> None:
-        scheduler = core()
-        scheduler.step(1.0, [WorkerUp(W, ()), Arrived(request("a"))])
-        for n in range(100):
-            done = did("a", 2 * n, 2, tested_by_position=(1, 1), accepted_by_position=(1, 0))
-            scheduler.step(2.0 + n, [report(done)])
-        tokens = partial(tokens_by_draft_length, scheduler.priors)
-        assert tokens("chat", 1) == pytest.approx(2, abs=0.2)
-        assert tokens("chat", 5) == pytest.approx(2, abs=0.4)
 
     def test_a_step_makes_few_ranks_anew_however_many_wait(self) -> None:
         """They move back as the rounds cost more than expected, so that the next one comes to the front each

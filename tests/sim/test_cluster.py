@@ -13,12 +13,12 @@ from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.cluster import Cluster
 from simulator.draw import draw
+from simulator.held import HeldRequest
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.oracle import Oracle
 from simulator.outcome import Outcome
 from simulator.workload import Arrivals, Kind, Lengths, Workload
-from tests.core.learned import tokens_by_draft_length
 
 NO_RESERVE = CoreSettings(reserved_share=False)
 
@@ -304,24 +304,11 @@ def test_estimates_are_judged_when_requests_end():
     assert guessed.rms > 0.1
 
 
-def test_workers_report_acceptance_by_draft_position():
-    """Two of five proposals are kept each time: the third is compared and refused, the others are not
-    compared."""
-    jobs = [Job(f"r{n}", 0.1 * n, 20, bytes([3] * 30), 90) for n in range(20)]
-
-    priors = run("fcfs", jobs, Machine(draft_len=5)).priors
-
-    gained = [tokens_by_draft_length(priors, "", length) for length in range(6)]
-    assert gained == pytest.approx([1, 2, 3, 3, 3, 3], abs=0.15)
-
-
 def test_a_last_round_that_was_cut_is_reported_as_it_was_accepted():
     """As by a real worker, tokens after the end are verified, though they are not delivered."""
-    jobs = [Job(f"r{n}", 0.1 * n, 20, b"\1", 1, uncut_last=6) for n in range(300)]
+    progress = HeldRequest(Job("r", 0.0, 20, b"\1", 1, uncut_last=6), 1, 0, 0).decoded(0, 5)
 
-    priors = run("fcfs", jobs, Machine(draft_len=5)).priors
-
-    assert tokens_by_draft_length(priors, "", 5) > 5
+    assert (len(progress.tokens), progress.accepted) == (1, 5)
 
 
 def test_a_job_says_what_is_wrong_with_it():

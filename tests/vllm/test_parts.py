@@ -303,7 +303,7 @@ class TestStepsAreMerged:
         merged.add([Step("a", 0, 1, 0, 0, 0, None)], decode_s=1, prefill_s=0)
         assert not merged.can_take(prefill)
 
-    def test_counts_are_summed_and_drafts_by_position(self) -> None:
+    def test_counts_are_summed(self) -> None:
         merged = MergedSteps()
         merged.add([Step("a", 0, 1, 3, 0, 16, None)], decode_s=0.5, prefill_s=0.25)
         merged.add([Step("a", 1, 3, 4, 2, 0, None)], decode_s=0.5, prefill_s=0.0)
@@ -313,8 +313,6 @@ class TestStepsAreMerged:
         assert (one.lease_epoch, one.position, len(one.tokens)) == (7, 0, 5)
         assert (one.rounds, one.drafts, one.drafted, one.accepted) == (3, 2, 7, 2)
         assert one.squares(5) == 1 + 9 + 1
-        assert one.tested_by_position == (2, 1, 1)
-        assert one.accepted_by_position == (1, 1, 0)
         assert (merged.decode_s, merged.prefill_s) == (1.5, 0.25)
 
 
@@ -421,9 +419,9 @@ class TestLearntFile:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("rounds", 0),
+            ("rounds", 1e9),
             ("rounds", -1),
-            ("drafted", -math.inf),
+            ("sum_n", -math.inf),
             ("sum_nm", 1e308),
             ("requests", -5),
             ("tokens", math.nan),
@@ -435,7 +433,7 @@ class TestLearntFile:
         """Such files have no digest."""
         learnt = Priors()
         for _ in range(100):
-            learnt.observe_tokens("chat", 3, 4, (1, 1, 1, 0), (1, 1, 0, 0))
+            learnt.observe_tokens("chat", 3)
             learnt.observe_acceptance("chat", 4, 12, 40)
         damaged = learnt.to_dict()
         damaged["all"]["acceptance"][name] = value

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from laps_sd import __version__
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
 from laps_sd.contract.sampling import LEAST_TEMPERATURE
@@ -165,7 +164,6 @@ def _is_plain(step: RequestRound) -> bool:
         and step.predicted_remaining_tokens is None
         and step.prompt_logprobs is None
         and not (step.prefilled or step.cached or step.cut_characters or step.error or step.logprobs)
-        and by_position(step.accepted, step.drafted) == (step.tested_by_position, step.accepted_by_position)
     )
 
 
@@ -190,8 +188,6 @@ def _progress(lease_epoch: int, step: RequestRound) -> pb.RequestProgress:
         token_ids=step.tokens,
         drafted=step.drafted,
         accepted=step.accepted,
-        tested_by_position=step.tested_by_position,
-        accepted_by_position=step.accepted_by_position,
         prefilled=step.prefilled,
         cached=step.cached,
         end=ends.KINDS[step.finish],
@@ -231,7 +227,6 @@ def without_columns(report: pb.RoundReport) -> pb.RoundReport:
     )  # fmt: skip
     first = 0
     for request_id, lease_epoch, position, count, drafted, accepted in rows:
-        tested_by_position, accepted_by_position = by_position(accepted, drafted)
         same.progress.add(
             request_id=request_id,
             lease_epoch=lease_epoch,
@@ -239,8 +234,6 @@ def without_columns(report: pb.RoundReport) -> pb.RoundReport:
             token_ids=plain.token_ids[first : first + count],
             drafted=drafted,
             accepted=accepted,
-            tested_by_position=tested_by_position,
-            accepted_by_position=accepted_by_position,
         )
         first += count
     return same

@@ -91,16 +91,12 @@ def _check_cost(found: Mapping[str, Any]) -> None:
 
 
 def _check_class(field: str, found: Mapping[str, Any]) -> None:
-    sums, positions = found["acceptance"], found["positions"]
+    sums = found["acceptance"]
     _check_sums(f"{field}.acceptance", sums.values())
     # Its root is taken.
     within(f"{field}.acceptance.sum_within", sums["sum_within"], 0, MOST)
     within(f"{field}.acceptance.rounds", sums["rounds"], 0, SLACK * acceptance.FORGET_ROUNDS)
     within(f"{field}.acceptance.requests", sums["requests"], 0, SLACK * acceptance.FORGET_REQUESTS)
-    within(f"{field}.positions.rounds", positions["rounds"], 0, SLACK * acceptance.FORGET_ROUNDS)
-    for name in ("tested", "accepted"):
-        check_size(f"{field}.positions.{name}", positions[name], acceptance.MAX_POSITIONS)
-        _check_sums(f"{field}.positions.{name}", positions[name])
     for name in ("length_counts", "length_cuts"):
         check_size(f"{field}.{name}", found.get(name, {}), lengths.BINS)
         _check_sums(f"{field}.{name}", found.get(name, {}).values(), SLACK * lengths.FORGET_REQUESTS)

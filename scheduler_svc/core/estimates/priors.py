@@ -18,7 +18,6 @@ from scheduler_svc.core.estimates.acceptance import (
     DEFAULT_WEIGHT_ROUNDS,
     POOL_WEIGHT_ROUNDS,
     AcceptanceStatistics,
-    PositionStatistics,
     TokensPerRound,
     shrinkage,
     tokens_per_round,
@@ -38,14 +37,12 @@ from scheduler_svc.core.estimates.sources import (
     stage_of,
 )
 
-FORMAT: Final = 5
-READABLE_FORMATS = (2, 3, 4, 5)
+FORMAT: Final = 6
+READABLE_FORMATS = (2, 3, 4, 5, 6)
 """Formats that can be read. Priors of earlier builds are used, except the errors of guesses in formats 2 and
-3, which have no slope, and of workers' predictions before 5, which have no stages. Up to format 4 the lengths of
-cut requests are among those of the others."""
+3, which have no slope, of workers' predictions before 5, which have no stages, and of the acceptance by draft
+position up to 5. Up to format 4 the lengths of cut requests are among those of the others."""
 COST_CHANGE: Final = 0.05
-ENOUGH_ROUNDS: Final = 50.0
-"""Rounds of a class before its means are carried from one draft length to another."""
 MAX_CLASSES: Final = 256
 """Bound on classes: clients name them, and they must not grow the memory. A further class replaces the class
 with the oldest last end of a request, among the classes of the tenant that has brought the most: one tenant's
@@ -59,7 +56,6 @@ class ClassPriors:
     """Statistics of one workload class."""
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    positions: PositionStatistics = field(default_factory=PositionStatistics)
     lengths: LengthTable = field(default_factory=LengthTable)
     stages: list[StageHistory] = field(default_factory=lambda: [StageHistory() for _ in range(STAGES)])
     """Predictions of workers."""
@@ -73,8 +69,6 @@ class ClassPriors:
     variances: tuple[float, float] | None = None
     """Variances of its acceptance, as of the newest end. They are kept, because computing them for each rank
     would cost too much."""
-    draft_length_factor: float = 1.0
-    """Tokens per round at the present draft length, over those at the draft lengths of the class's history."""
 
     def __post_init__(self) -> None:
         self.guessed = GuessedLengths(self.lengths)
@@ -99,14 +93,6 @@ class ClassPriors:
             table = self.lengths if at == 0 else self.lengths.after(int(EDGES[at]))
             found = self.residuals[at] = GuessedLengths(table)
         return found
-
-    def rebuild_positions(self, pool: list[float] | None) -> None:
-        """Recompute the tables from the draft positions and draft lengths observed so far."""
-        self.positions.rebuild(pool)
-        acceptance = self.acceptance
-        if self.positions.rounds >= ENOUGH_ROUNDS:
-            usual = self.positions.tokens(acceptance.drafted / acceptance.rounds)
-            self.draft_length_factor = self.positions.tokens(acceptance.drafted_of_late) / usual
 
 
 class Priors:
@@ -136,18 +122,10 @@ class Priors:
     def tokens_per_round(self, workload_class: str, rounds: int, emitted: int) -> TokensPerRound:
         """Return the tokens that a request of this class will gain per round, after `rounds` rounds and
         `emitted` tokens of its own.
-
-        The means of the class and of all classes are converted to the recent draft length, by the acceptance
-        of each draft position: where workers draft less than they used to (a fuller batch, another setting),
-        the estimate follows in a few hundred rounds and not in the 20,000 that a mean takes to forget. A
-        request's own rounds are not converted: workers choose the draft length for each request, and continue
-        to do so.
         """
         own, everyone = self._of(workload_class), self._all
-        pooled = everyone.acceptance.mean(
-            DEFAULT_TOKENS_PER_ROUND, DEFAULT_WEIGHT_ROUNDS, everyone.draft_length_factor
-        )
-        mean = own.acceptance.mean(pooled, POOL_WEIGHT_ROUNDS, own.draft_length_factor)
+        pooled = everyone.acceptance.mean(DEFAULT_TOKENS_PER_ROUND, DEFAULT_WEIGHT_ROUNDS)
+        mean = own.acceptance.mean(pooled, POOL_WEIGHT_ROUNDS)
         variances = own.variances or everyone.variances
         # With no history, rounds are about as spread as a geometric count of that mean.
         within = variances[0] if variances else pooled
@@ -227,21 +205,12 @@ class Priors:
         self,
         workload_class: str,
         tokens: int,
-        drafted: int = 0,
-        tested: tuple[int, ...] = (),
-        accepted: tuple[int, ...] = (),
         tenant: str = "",
         rounds: int = 1,
     ) -> None:
-        """Learn from `rounds` rounds of a request, which gained `tokens` tokens with `drafted` draft tokens;
-        `tested` and `accepted` count by position.
-        """
+        """Learn from `rounds` rounds of a request, which gained `tokens` tokens in all."""
         for priors in self._touch(workload_class, tenant, ended=False):
-            priors.acceptance.observe_round(tokens, drafted, rounds)
-            if tested:
-                priors.positions.observe(tested, accepted, rounds)
-                if priors.positions.stale:
-                    priors.rebuild_positions(None if priors is self._all else self._all.positions.rates)
+            priors.acceptance.observe_round(tokens, rounds)
 
     def observe_acceptance(
         self, workload_class: str, rounds: int, tokens: int, squares: int, tenant: str = ""
@@ -344,7 +313,7 @@ class Priors:
         self._share_s = self.cost.share_s(0)
         self._all = everyone = _class_from_dict(data["all"], None)
         self._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
-        if data["format"] == FORMAT:
+        if data["format"] >= 5:
             self._hints = GuessSource.from_dict(data["hints"])
             if self.prompts.restore(data["prompts"]):
                 self._predictions = GuessSource.from_dict(data["predictions"])
@@ -353,14 +322,8 @@ class Priors:
 
 
 def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
-    positions = priors.positions
     return {
         "acceptance": asdict(priors.acceptance),
-        "positions": {
-            "rounds": positions.rounds,
-            "tested": [value / positions.unit for value in positions.tested],
-            "accepted": [value / positions.unit for value in positions.accepted],
-        },
         "length_counts": _filled(priors.lengths.counts),
         "length_cuts": _filled(priors.lengths.cuts),
         "stages": [stage.to_dict() for stage in priors.stages],
@@ -377,18 +340,15 @@ def _by_bin(filled: Mapping[str, float]) -> list[float]:
 
 
 def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
+    sums = data["acceptance"]
     priors = ClassPriors(
-        acceptance=AcceptanceStatistics(**data["acceptance"]),
+        acceptance=AcceptanceStatistics(**{name: sums[name] for name in asdict(AcceptanceStatistics())}),
         owner=data.get("owner", ""),
     )
     if "stages" in data:
         priors.stages = [StageHistory.from_dict(stage) for stage in data["stages"]]
-    lengths, positions = priors.lengths, priors.positions
-    lengths.restore(_by_bin(data["length_counts"]), _by_bin(data.get("length_cuts", {})))
+    priors.lengths.restore(_by_bin(data["length_counts"]), _by_bin(data.get("length_cuts", {})))
     priors.rebuild_lengths(pool)
-    seen = data["positions"]
-    positions.rounds, positions.tested, positions.accepted = seen["rounds"], seen["tested"], seen["accepted"]
-    priors.rebuild_positions(None if pool is None else pool.positions.rates)
     priors.variances = priors.acceptance.variances()
     return priors
 

@@ -184,7 +184,6 @@ class Rounds:
         tokens = progress.tokens[before - progress.position :]
         request.emitted += len(tokens)
         request.speculated(progress.drafts, progress.drafted, progress.accepted, self._policy.looks_back)
-        workload_class = request.facts.workload_class
         if tokens:
             request.rounds += progress.rounds
             if request.deaths and request.has_survived:
@@ -196,13 +195,7 @@ class Rounds:
             request.seen_tokens += len(tokens)
             request.seen_squares += progress.squares(len(tokens))
             self._priors.observe_tokens(
-                workload_class,
-                len(tokens),
-                progress.drafted,
-                progress.tested_by_position,
-                progress.accepted_by_position,
-                request.facts.tenant,
-                progress.rounds,
+                request.facts.workload_class, len(tokens), request.facts.tenant, progress.rounds
             )
             if progress.end is None:
                 self._learner.learn_running(request, before)

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc.core.estimates.acceptance import MAX_POSITIONS
 from scheduler_svc.core.events import Progress
 from scheduler_svc.wire.checks import MAX_TOKEN_ID
 from scheduler_svc.wire.reports import (
@@ -27,30 +25,17 @@ from worker_svc.link.wire import round_report, without_columns
 from worker_svc.runner.messages import Round
 
 COUNT = st.integers(0, 2**32 - 1)
-COUNTS = st.lists(COUNT, max_size=100)
 TIME = st.floats(allow_nan=True, allow_infinity=True)
 
 
-@given(
-    tested=COUNTS, accepted=COUNTS, drafted=COUNT, kept=COUNT, prefilled=COUNT, times=st.tuples(*[TIME] * 7)
-)
+@given(drafted=COUNT, accepted=COUNT, prefilled=COUNT, times=st.tuples(*[TIME] * 7))
 @settings(max_examples=200, deadline=None)
 def test_every_number_of_a_report_is_bounded(
-    tested: list[int],
-    accepted: list[int],
-    drafted: int,
-    kept: int,
-    prefilled: int,
-    times: tuple[float, ...],
+    drafted: int, accepted: int, prefilled: int, times: tuple[float, ...]
 ) -> None:
     names = ("draft_s", "verify_s", "prefill_s", "swap_s", "idle_s", "total_s", "limit_s")
     progress = worker_pb.RequestProgress(
-        request_id="r",
-        drafted=drafted,
-        accepted=kept,
-        prefilled=prefilled,
-        tested_by_position=tested,
-        accepted_by_position=accepted,
+        request_id="r", drafted=drafted, accepted=accepted, prefilled=prefilled
     )
     report = worker_pb.RoundReport(progress=[progress], **dict(zip(names, times, strict=True)))  # type: ignore[arg-type]
 
@@ -59,10 +44,6 @@ def test_every_number_of_a_report_is_bounded(
     [one] = heard.progress
     assert one.accepted <= one.drafted <= MAX_DRAFTED_PER_ROUND
     assert one.prefilled <= MAX_PREFILLED_PER_ROUND
-    assert len(one.accepted_by_position) <= len(one.tested_by_position) <= MAX_POSITIONS
-    assert all(count <= MAX_DRAFTED_PER_ROUND for count in one.tested_by_position)
-    for matched, compared in zip(one.accepted_by_position, one.tested_by_position, strict=False):
-        assert 0 <= matched <= compared
     for name in names:
         seconds = getattr(heard, name)
         assert math.isfinite(seconds) and 0 <= seconds <= MAX_DURATION_S
@@ -75,14 +56,11 @@ def test_what_makes_sense_arrives_as_it_was_said() -> None:
         drafted=4,
         accepted=1,
         prefilled=12,
-        tested_by_position=[1, 1],
-        accepted_by_position=[1, 0],
     )
 
     [one] = round_reported("w", worker_pb.RoundReport(progress=[progress], swap_s=0.5)).progress
 
     assert (one.tokens, one.drafted, one.accepted, one.prefilled) == ((7, 8), 4, 1, 12)
-    assert (one.tested_by_position, one.accepted_by_position) == ((1, 1), (1, 0))
 
 
 def in_columns(**columns: Any) -> worker_pb.RoundReport:
@@ -102,7 +80,7 @@ def in_columns(**columns: Any) -> worker_pb.RoundReport:
 def test_columns_arrive_request_by_request() -> None:
     first, second = round_reported("w", in_columns()).progress
 
-    assert first == Progress("r1", 1, 5, (7, 8), 4, 1, 0, None, 0, "", (1, 1), (1, 0))
+    assert first == Progress("r1", 1, 5, (7, 8), 4, 1, 0, None, 0, "")
     assert second == Progress("r2", 2, 6, (9,), 0, 0, 0, None, 0, "")
 
 
@@ -142,8 +120,7 @@ def test_no_more_draft_tokens_are_accepted_than_were_drafted(
     first, second = round_reported("w", in_columns(drafted=[drafted, 0], accepted=[accepted, 0])).progress
 
     assert (first.drafted, first.accepted) == counted
-    assert first.tested_by_position == first.accepted_by_position == (1,) * min(drafted, MAX_POSITIONS)
-    assert (second.drafted, second.accepted, second.tested_by_position) == (0, 0, ())
+    assert (second.drafted, second.accepted) == (0, 0)
 
 
 def test_a_request_that_is_named_twice_counts_once() -> None:
@@ -180,8 +157,6 @@ def test_every_number_in_columns_is_bounded(columns: dict[str, Any]) -> None:
         assert 0 <= one.position <= NOWHERE
         assert all(token <= MAX_TOKEN_ID for token in one.tokens)
         assert one.accepted <= one.drafted <= MAX_DRAFTED_PER_ROUND
-        assert len(one.accepted_by_position) <= len(one.tested_by_position) <= MAX_POSITIONS
-        assert set(one.tested_by_position) <= {1} and set(one.accepted_by_position) <= {0, 1}
 
 
 @st.composite
@@ -189,15 +164,12 @@ def steps(draw: st.DrawFn, number: int) -> tuple[int, RequestRound]:
     """Return a lease epoch and what any engine reports of a request in a round; most have nothing but tokens."""
     drafted = draw(st.integers(0, 6) | st.integers(60, 70))
     accepted = draw(st.integers(0, drafted))
-    tested_by_position, accepted_by_position = by_position(accepted, drafted)
     step = RequestRound(
         f"r{number}",
         draw(st.integers(0, 1000)),
         tuple(draw(st.lists(st.integers(0, MAX_TOKEN_ID), min_size=1, max_size=5))),
         drafted,
         accepted,
-        tested_by_position,
-        accepted_by_position,
     )
     more: dict[str, Any] = draw(
         st.sampled_from(
@@ -207,7 +179,6 @@ def steps(draw: st.DrawFn, number: int) -> tuple[int, RequestRound]:
                 {},
                 {"tokens": (), "prefilled": 3},
                 {"prefilled": 3, "cached": 16},
-                {"tested_by_position": (), "accepted_by_position": ()},
                 {"finish": End.STOP_SEQUENCE, "cut_characters": 2},
                 {"tokens": (), "finish": End.ERROR, "error": "it broke"},
                 {"predicted_remaining_tokens": 3.5},
@@ -239,8 +210,6 @@ def test_any_round_is_the_same_event_with_and_without_columns(
         one = heard[step.request_id]
         assert (one.lease_epoch, one.position, one.tokens) == (lease_epoch, step.position, step.tokens)
         assert (one.drafted, one.accepted, one.prefilled) == (step.drafted, step.accepted, step.prefilled)
-        assert one.tested_by_position == step.tested_by_position[:MAX_POSITIONS]
-        assert one.accepted_by_position == step.accepted_by_position[:MAX_POSITIONS]
         assert (one.end, one.cut_characters, one.error) == (
             step.finish,
             step.cut_characters,
