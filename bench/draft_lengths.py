@@ -53,7 +53,6 @@ VALUES: tuple[tuple[ModuleType, str, float, float], ...] = (
     (cost_table, "DEVIATION_LIMIT", 0.1, 1.0),
     (outlook, "RECENT", 16, 256),
     (chooser, "MARGIN", 0.0, 0.1),
-    (chooser, "UNEVEN", 0.0, 0.12),
     (chooser, "READING_MARGIN", 1.0, 6.0),
     (chooser, "HOLD_ROUNDS", 4, 64),
     (chooser, "EXPLORED_SHARE", 0.001, 0.02),
@@ -101,7 +100,7 @@ def goodput(workload: Workload, *, rounds: int, seed: int, fixed: int | None = N
     for measured in (first, step):
         measured.seconds.sort()
     plain = CostTable(first.counts, first.seconds)
-    lengths = DraftLengths(MAX_DRAFT_LEN, fixed, plain=plain, step=step, uneven=chooser.UNEVEN)
+    lengths = DraftLengths(MAX_DRAFT_LEN, fixed, plain=plain, step=step)
     outputs = OutputLengths()
     numbers = itertools.count()
     total_s, tokens = 0.0, 0
@@ -126,13 +125,13 @@ def goodput(workload: Workload, *, rounds: int, seed: int, fixed: int | None = N
         read = sum(
             max(1, min(one.lacks, 10_000)) for one, drafted in zip(running, drafts, strict=True) if drafted
         )
-        uneven = len(set(drafts)) > 1
         drift = 1 + 0.15 * math.sin(2 * math.pi * at / 1500)
         noise = drift * rng.lognormvariate(0, 0.03)
-        round_s = true_round(rows) * noise * (1 + 0.06 * uneven)
+        # Drafts of unequal length take longer to verify where attention has no kernel of its own.
+        round_s = true_round(rows) * noise * (1 + 0.06 * (len(set(drafts)) > 1))
         draft_s = (true_step(read) + sum(true_step(going) for going in steps[1:])) * noise if steps else 0.0
         total_s += round_s + draft_s
-        lengths.observe_costs(rows, round_s, steps, draft_s, read=read, uneven=uneven)
+        lengths.observe_costs(rows, round_s, steps, draft_s, read=read)
         for index, (one, drafted) in enumerate(zip(running, drafts, strict=True)):
             accepted = one.verify(drafted)
             lengths.observe_acceptance(one.acceptance, accepted, drafted)

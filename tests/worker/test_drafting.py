@@ -13,7 +13,6 @@ from worker_svc.engine.draft_lengths.chooser import (
     EXPLORED_SHARE,
     HOLD_ROUNDS,
     MARGIN,
-    UNEVEN,
     DraftLengths,
 )
 from worker_svc.engine.draft_lengths.cost_table import CostTable
@@ -84,20 +83,17 @@ def by_asking_each(
     for depth in range(1, max(caps) + 1):
         price = best
         row_s = (round_s(count * depth) - round_s(0)) / (count * depth)
-        for everybody in (False, True):
-            tried = [
-                sum(everybody or rate**k > price * (row_s + another_s) for k in range(1, min(cap, depth) + 1))
-                for rate, cap in zip(rates, caps, strict=True)
-            ]
-            seconds = round_s(sum(tried))
-            if len({*tried, 0}) > 2 or (0 in tried and sum(tried)) or 0 < max(tried) < depth:
-                seconds += UNEVEN * costs(count + sum(tried) + other_rows, keys)
-            for k in range(1, depth + 1):
-                going = sum(n >= k for n in tried)
-                seconds += step(going, FIRST_STEP_ROWS if k == 1 else 1) if going else 0.0
-            tokens = sum(rate**k for rate, n in zip(rates, tried, strict=True) for k in range(n + 1))
-            if tokens / seconds > best:
-                best, lengths = tokens / seconds, tried
+        tried = [
+            sum(rate**k > price * (row_s + another_s) for k in range(1, min(cap, depth) + 1))
+            for rate, cap in zip(rates, caps, strict=True)
+        ]
+        seconds = round_s(sum(tried))
+        for k in range(1, depth + 1):
+            going = sum(n >= k for n in tried)
+            seconds += step(going, FIRST_STEP_ROWS if k == 1 else 1) if going else 0.0
+        tokens = sum(rate**k for rate, n in zip(rates, tried, strict=True) for k in range(n + 1))
+        if tokens / seconds > best:
+            best, lengths = tokens / seconds, tried
     return lengths
 
 
@@ -419,17 +415,6 @@ def test_rounds_with_and_without_a_draft_are_told_apart() -> None:
         chooser.observe_costs(6, 3.0, [3], 0.13, read=6)
     assert chooser.plain(6) == pytest.approx(1.5, rel=0.05)
     assert chooser.drafted(6) == pytest.approx(3.0, rel=0.05)
-
-
-def test_what_unequal_lengths_cost_is_not_taken_for_the_rows() -> None:
-    even, uneven = (
-        lengths_for(plain=CostTable([1, 11], [1.0, 2.0]), step=CostTable([1, 11], [0.1, 0.2]))
-        for _ in range(2)
-    )
-    for _ in range(100):
-        even.observe_costs(6, 1.7, [3], 0.13, read=6)
-        uneven.observe_costs(6, 1.7 * (1 + UNEVEN), [3], 0.13, read=6, uneven=True)
-    assert uneven.drafted(6) == pytest.approx(even.drafted(6))
 
 
 def test_a_slower_machine_is_noticed_where_nothing_is_measured_too() -> None:

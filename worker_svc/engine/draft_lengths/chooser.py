@@ -6,8 +6,8 @@ draft step j; the first request to reach step j also pays for the step. The leng
 
     goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (round(rows) + sum_j step(rows of draft step j))
 
-over two kinds of choice: "each request drafts up to g", and "each request drafts up to g, but no token that
-is worth less than it costs at that goodput". Zero is a valid answer. `round` is the time of a round without
+over "each request drafts up to g, but no token that is worth less than it costs at the goodput of a smaller
+g". Zero is a valid answer. `round` is the time of a round without
 its draft steps: the target's forward, and the work around it, which gains no tokens and favours fewer and
 longer rounds. Rows that ride along for other requests (`other_rows`) do not count: they must be computed in
 any case, and would make any number of draft tokens look cheap. Measured within a request, acceptance is close
@@ -34,9 +34,6 @@ from worker_svc.engine.proposers.lookup import Found
 MARGIN = 0.05
 """Another length must promise this much more goodput than the last one, and any draft than none, whose cost
 is known better. Tried 0 to 0.1."""
-UNEVEN = 0.06
-"""Extra time of verifying drafts of unequal length, as a fraction of the time of their rows, where attention
-has no kernel of its own. Tried 0 to 0.12."""
 READING_MARGIN = 3.0
 """Required ratio of a draft's expected gain to the cost of reading its context: one or two draft tokens are
 made for every two tokens to come, the estimates that look best are too high, and a request may end sooner.
@@ -62,8 +59,6 @@ class DraftLengths:
     """Seconds of a round without drafts, by rows."""
     step: CostTable = field(default_factory=lambda: default_costs()[1])
     """Seconds of a draft step, by rows."""
-    uneven: float = UNEVEN
-    """Extra fraction of a round's time if drafts have unequal lengths."""
     drafted: CostTable = field(init=False)
     """Seconds of a round with drafts, without its draft steps, which leave other data in the caches."""
     prior: Prior = field(default_factory=Prior)
@@ -208,9 +203,7 @@ class DraftLengths:
         """
         count = len(caps)
         rates = [request.rate(self.prior) for request in requests]
-        costs = RoundCosts(
-            self.drafted, self.step, self.plain, self.uneven, count=count, other_rows=other_rows, keys=keys
-        )
+        costs = RoundCosts(self.drafted, self.step, self.plain, count=count, other_rows=other_rows, keys=keys)
         none = Choice((1 + MARGIN) * costs.plain_goodput, 0, 0.0)
         self._gain = 1 + MARGIN
         if max(rates) <= none.goodput * costs.least_s(max(caps)):
@@ -231,7 +224,7 @@ class DraftLengths:
         ]
 
     def _best(self, none: Choice, costs: RoundCosts, rates: Sequence[float], caps: Sequence[int]) -> Choice:
-        """Return the choice of the greatest goodput, at each depth with a price for draft tokens and without.
+        """Return the choice of the greatest goodput, over all depths.
 
         `none` is the choice to draft nothing.
         """
@@ -243,13 +236,13 @@ class DraftLengths:
             price = best.goodput
             if highest**depth <= price * least_s and depth > (self._depth or 0):
                 break
-            for least in (price * (costs.row_s(depth) + costs.another_s), 0.0):
-                counts, tokens = drafted.at(depth, least)
-                choice = Choice((count + tokens) / costs.seconds(counts, depth), depth, least)
-                if depth == self._depth and (kept is None or choice.goodput > kept.goodput):
-                    kept = choice
-                if choice.goodput > best.goodput:
-                    best = choice
+            least = price * (costs.row_s(depth) + costs.another_s)
+            counts, tokens = drafted.at(depth, least)
+            choice = Choice((count + tokens) / costs.seconds(counts), depth, least)
+            if depth == self._depth:
+                kept = choice
+            if choice.goodput > best.goodput:
+                best = choice
         return kept if kept is not None and best.goodput < kept.goodput * (1 + MARGIN) else best
 
     def _pays_for_reading(self, rate: float, lag: float) -> bool:
@@ -360,16 +353,15 @@ class DraftLengths:
         draft_s: float,
         keys: int = 0,
         read: int = 0,
-        uneven: bool = False,
     ) -> None:
         """Take in the cost of a round that verified `rows`.
 
         It had one draft step for each entry of `steps`, with that many requests, in `draft_s` together, and
         took `round_s` without them; `keys`: tokens of all its contexts together; `read`: rows of the first
-        draft step; `uneven`: requests had different numbers of rows.
+        draft step.
         """
         own, other = (self.drafted, self.plain) if steps else (self.plain, self.drafted)
-        slower = own.observe(rows, round_s / (1 + self.uneven if uneven else 1), keys)
+        slower = own.observe(rows, round_s, keys)
         other.drift(slower)
         if not steps:
             self.step.drift(slower)

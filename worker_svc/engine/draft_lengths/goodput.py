@@ -74,7 +74,6 @@ class RoundCosts:
         round_: CostTable,
         step: CostTable,
         plain: CostTable,
-        uneven: float,
         *,
         count: int,
         other_rows: int,
@@ -83,10 +82,10 @@ class RoundCosts:
         """Prepare the costs of `count` requests.
 
         `round_` and `plain` are the seconds of a round with and without drafts, without its draft steps,
-        `step` those of a draft step, each by rows; `uneven`, `other_rows` and `keys` as in `DraftLengths`.
+        `step` those of a draft step, each by rows; `other_rows` and `keys` as in `DraftLengths`.
         """
         self._count, self._rows, self._keys = count, count + other_rows, keys
-        self._round, self._step, self._uneven = round_, step, uneven
+        self._round, self._step = round_, step
         # Rows that ride along for other requests must be computed in any case.
         self._rode_s = self._round(self._rows, keys) - self._round(count, keys) if other_rows else 0.0
         self._rounds: dict[int, float] = {}
@@ -126,15 +125,9 @@ class RoundCosts:
         """Return the least seconds of a draft token: smallest or largest round, fullest draft step."""
         return min(self.row_s(1), self.row_s(deepest)) + self.step_s
 
-    def seconds(self, counts: Sequence[int], depth: int) -> float:
-        """Return the seconds of a round with draft steps of `counts` requests each.
-
-        A request has at most `depth` draft tokens.
-        """
-        proposed = sum(counts)
-        seconds = self._round_s(proposed) + sum([self._step_s(going) for going in counts[1:] if going])
+    def seconds(self, counts: Sequence[int]) -> float:
+        """Return the seconds of a round with draft steps of `counts` requests each."""
+        seconds = self._round_s(sum(counts)) + sum([self._step_s(going) for going in counts[1:] if going])
         if counts and counts[0]:
             seconds += self._step_s(counts[0], FIRST_STEP_ROWS)
-        if self._uneven and 0 < proposed < self._count * depth:
-            seconds += self._uneven * self._round(self._rows + proposed, self._keys)
         return seconds

@@ -35,8 +35,6 @@ class Rounds:
         self._pair = pair
         max_draft_len = 0 if options.drafter is None else options.max_draft_len
         self.lengths = DraftLengths(max_draft_len, options.draft_len)
-        if pair.target.by_kernels:
-            self.lengths.uneven = 0.0
         self._noise = Noise(pair.vocab_size, pair.device)
         output_lengths = OutputLengths()
         self.prefill = Prefill(options, pair.pools[0], pair.vocab_size)
@@ -151,7 +149,6 @@ class Rounds:
                 steps.seconds,
                 keys,
                 sum([request.catch_up for request in requests]),
-                uneven=min(fed) < max(fed),
             )
 
 
