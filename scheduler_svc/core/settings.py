@@ -54,8 +54,6 @@ class CoreSettings:
     """The same factor for an estimate that rests on something about the request itself: a hint, its prompt,
     its limit or its worker's prediction. The order by such an estimate is better than by attained service
     even where it is wide."""
-    level_hysteresis: float = 1.10
-    """A request keeps its level until its service is this much outside the level's range."""
     perceived_levels: bool = False
     """`laps-sd-paper` only: a perceptible request is in the level of its remaining execution time. Off, it
     stays in that of its attained service, which is the literal reading."""
@@ -75,5 +73,5 @@ class CoreSettings:
             raise ValueError(f"level_factor must be more than 1, not {self.level_factor}")
         if not 1 <= self.level_count <= MAX_LEVELS:
             raise ValueError(f"level_count must be from 1 to {MAX_LEVELS}, not {self.level_count}")
-        if min(self.perceptible_spread, self.predicted_spread, self.level_hysteresis) < 1:
-            raise ValueError("perceptible_spread, predicted_spread and level_hysteresis must be at least 1")
+        if min(self.perceptible_spread, self.predicted_spread) < 1:
+            raise ValueError("perceptible_spread and predicted_spread must be at least 1")

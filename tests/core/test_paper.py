@@ -151,17 +151,12 @@ class TestOurChoice:
         )
         assert drifted.level > before.level
 
-    def test_it_keeps_its_level_at_the_edge(self) -> None:
-        before = rank(attained_s=3.9 / 128, started=True)
-        assert rank(attained_s=4.1 / 128, started=True).level == 2
-        assert rank(attained_s=4.1 / 128, started=True, rank_before=before).level == 1
-        assert rank(attained_s=4.5 / 128, started=True, rank_before=before).level == 2
-
-    def test_before_it_has_run_its_level_is_that_of_an_arrival(self) -> None:
+    @pytest.mark.parametrize("started", [False, True])
+    def test_its_level_is_that_of_an_arrival(self, started: bool) -> None:
         """Otherwise requests that came before an edge moved would wait for all that come after."""
         before = rank(hint=96)
         assert before.level == rank(hint=90).level + 1
-        assert rank(hint=90, rank_before=before) == rank(hint=90)
+        assert rank(hint=90, started=started, rank_before=before).level == before.level - 1
 
     def test_waiting_requests_that_differ_by_less_than_the_hysteresis_go_in_the_order_of_arrival(
         self,
@@ -277,7 +272,6 @@ class TestAgainstTheOthers:
         {"level_count": 0},
         {"perceptible_spread": 0.5},
         {"predicted_spread": 0.5},
-        {"level_hysteresis": 0.5},
     ],
     ids=str,
 )
@@ -296,7 +290,6 @@ def test_settings_at_their_bounds_are_taken() -> None:
         level_factor=1.01,
         level_count=1,
         perceptible_spread=1,
-        level_hysteresis=1,
     )
     assert policy_named("laps-sd", lowest).rank(make(attained_s=9.0), Priors()).level == 0
     assert CoreSettings(level_count=32).level_count == 32

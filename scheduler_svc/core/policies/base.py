@@ -201,13 +201,6 @@ class Levels:
         """Return the level of `service_s` seconds of service."""
         return bisect_left(self._ends_s, service_s)
 
-    def near(self, service_s: float, level: int, slack: float) -> bool:
-        """Return whether `service_s`, or up to `slack` (at least 1) times more or less, is of this level."""
-        ends_s = self._ends_s
-        return (level == 0 or service_s * slack > ends_s[level - 1]) and (
-            level >= len(ends_s) or service_s / slack <= ends_s[level]
-        )
-
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
     """Add the uncertainty of the pace to that of the length, as independent factors around the estimate."""

@@ -17,8 +17,7 @@ those below are our choice:
   * Non-perceptible: level by attained service (few machine seconds spent, so tried soon). Perceptible: level
     by *remaining* service, what must be computed again included; it falls back when its acceptance drifts.
   * Inside a level: remaining tokens / shrunken tokens per round × machine share + set-up cost, in steps of
-    the hysteresis of `laps_sd.contract.choose`; inside a step the order of arrival. Until a request has run,
-    its level is that of an arrival.
+    the hysteresis of `laps_sd.contract.choose`; inside a step the order of arrival.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class LapsSd(Policy):
     def rank(self, request: Request, priors: Priors) -> RankKey:
         """Return the rank: the level by what is known of the service, the index by the estimate."""
         found = estimate_by_acceptance(request, priors)
-        before = request.rank_before
         perceptible = self._is_perceptible(request, found.remaining)
         service_s = found.remaining.mean_s if perceptible else request.attained_s
         return rank_key(
@@ -58,7 +56,7 @@ class LapsSd(Policy):
             found,
             index_in_steps_s(request, found),
             counts_resuming=True,
-            level=self._level(service_s, perceptible, before if request.started else None),
+            level=self._levels.of(service_s),
             perceptible=perceptible,
         )
 
@@ -74,13 +72,3 @@ class LapsSd(Policy):
         of_class = remaining.basis is BY_CLASS
         spread = self.settings.perceptible_spread if of_class else self.settings.predicted_spread
         return remaining.high_s + known_s <= spread * (remaining.low_s + known_s)
-
-    def _level(self, service_s: float, perceptible: bool, before: RankKey | None) -> int:
-        levels, slack = self._levels, self.settings.level_hysteresis
-        if (
-            before is not None
-            and before.perceptible == perceptible
-            and levels.near(service_s, before.level, slack)
-        ):
-            return before.level
-        return levels.of(service_s)
