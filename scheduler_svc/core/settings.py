@@ -15,8 +15,8 @@ class CoreSettings:
     """Length of a worker's list as a multiple of its slots, while the queue can fill it. Below 2 a worker may
     run dry between two messages; a large value spreads leases that later have to move."""
     list_margin: float = 0.5
-    """Margin beyond the list's length, as a share of it, before a request is taken back: 0 moves leases at
-    every change of rank."""
+    """Margin beyond the list's length, as a share of it, before a request is taken back. At 0 latencies are the
+    same, but a request is leased 1.27 times on average in place of 1.02 (`bursty-b32`)."""
     resend_index_change: float = 0.05
     """Change of an index, as a share, above which a list is sent again. Larger: older ranks at the workers,
     smaller: more messages that change nothing."""
@@ -53,7 +53,8 @@ class CoreSettings:
     predicted_spread: float = 20.0
     """The same factor for an estimate that rests on something about the request itself: a hint, its prompt,
     its limit or its worker's prediction. The order by such an estimate is better than by attained service
-    even where it is wide."""
+    even where it is wide. At 10 mean latencies are the same, but a request is paused 0.54 times in place of
+    0.46 (`real-predictor`)."""
     perceived_levels: bool = False
     """`laps-sd-paper` only: a perceptible request is in the level of its remaining execution time. Off, it
     stays in that of its attained service, which is the literal reading."""
