@@ -6,12 +6,12 @@ draft step j; the first request to reach step j also pays for the step. The leng
 
     goodput = sum_i (1 + a_i + ... + a_i ** g_i)  /  (round(rows) + sum_j step(rows of draft step j))
 
-over "each request drafts up to g, but no token that is worth less than it costs at the goodput of a smaller
-g". Zero is a valid answer. `round` is the time of a round without
-its draft steps: the target's forward, and the work around it, which gains no tokens and favours fewer and
-longer rounds. Rows that ride along for other requests (`other_rows`) do not count: they must be computed in
-any case, and would make any number of draft tokens look cheap. Measured within a request, acceptance is close
-to geometric; between requests it differs a lot.
+over the choices "each request drafts up to g, but no token that is worth less than it costs at the goodput
+of a smaller g". Zero is a valid answer. `round` is the time of a round without its draft steps: the target's
+forward, and the work around it, which gains no tokens and favours fewer and longer rounds. Rows that ride
+along for other requests (`other_rows`) do not count: they must be computed in any case, and would make any
+number of draft tokens look cheap. Measured within a request, acceptance is close to geometric; between
+requests it differs a lot.
 
 A small share of the time (EXPLORED_SHARE) is spent on knowing what is not chosen: while drafts pay, a round
 without drafts; while they do not, a draft token for a new request or the one that was silent for longest.
