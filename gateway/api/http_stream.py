@@ -123,7 +123,7 @@ class _Sender:
             await self._drain()
 
     def stop(self) -> None:
-        """Send nothing any more: behind the end of an answer, the client expects the next one."""
+        """Stop sending: after the end of an answer the client expects the next one."""
         self._stopped = True
 
     def take(self) -> bytes:

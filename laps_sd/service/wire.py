@@ -77,8 +77,8 @@ def server_options(
 def channel_options(address: str) -> list[tuple[str, int]]:
     """Return the options for a channel to `host:port`.
 
-    Reconnects start after 0.1 s and back off to 2 s. This machine itself is dialled directly, also if an environment
-    variable (http_proxy, https_proxy) names a proxy, which gRPC would use for it too.
+    Reconnects start after 0.1 s and back off to 2 s. This machine itself is dialled directly, also if an
+    environment variable (http_proxy, https_proxy) names a proxy, which gRPC would use for it too.
     """
     return [
         *_common_options(MAX_MESSAGE_BYTES),

@@ -124,8 +124,8 @@ class CacheChanged:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAway:
-    """The stream of a worker has ended, and its grace begins: it keeps its requests and gets no others until it is
-    up again."""
+    """The stream of a worker has ended, and its grace begins: it keeps its requests and gets no others until it
+    is up again."""
 
     worker_id: str
 

@@ -175,7 +175,8 @@ class Scheduler:
     def capacity_tokens(self) -> int:
         """Return the largest sum of prompt and output tokens that some worker could hold; 0 without any.
 
-        A worker counts that takes no work for the time being: its stream has ended, or a request runs alone there.
+        A worker counts that takes no work for the time being: its stream has ended, or a request runs alone
+        there.
         """
         return self._shard.longest_tokens
 

@@ -19,8 +19,8 @@ from scheduler_svc.wire.reports import Hello
 log = get_logger(__name__)
 
 TOGETHER_S = 1.5
-"""Grace of a silent worker. Workers that fell silent together, as with their machine, are noticed within the interval of
-their heartbeats (1 s unless set): by then none of them gets the requests of the first."""
+"""Grace of a silent worker. Workers that fell silent together, as with their machine, are noticed within the
+interval of their heartbeats (1 s unless set): by then none of them gets the requests of the first."""
 
 
 @dataclass(eq=False)

@@ -370,7 +370,8 @@ class DraftLengths:
         first_s = self.step(read, keys)
         later_s = sum([self.step(going, keys * going / first) for going in later])
         if read > self.step.counts[-1] or draft_s <= 0:
-            # A prompt, whose reading takes another time than the table continues with; or a clock that stood still.
+            # A prompt, whose reading takes another time than the table continues with; or a clock that stood
+            # still.
             self.step.drift(slower)
         else:
             # The division of the time is not known. Of the deviation each part takes its share of the time:
