@@ -84,7 +84,7 @@ class LocalStack:
         base = options or StackOptions()
         self.options: StackOptions = dataclasses.replace(base, **settings)  # type: ignore[arg-type]
         self._progress: Progress = progress or _silent
-        self._wanted = ports or FREE_PORTS
+        self._ports = PortPlan(ports or FREE_PORTS)
         self._began = 0.0
         self._plan = StackPlan(self.options, front or _direct)
         self.children = self._plan.children
@@ -173,10 +173,10 @@ class LocalStack:
         self._began = time.monotonic()
         check_models(self.options)
         check_record(self.options)
-        ports = PortPlan(self._wanted)
+        self._ports.check()
         self._plan.dir = Path(tempfile.mkdtemp(prefix="laps-sd-"))
         try:
-            self._plan.make(ports)
+            self._plan.make(self._ports)
             # Workers first: they take the longest. The scheduler needs the record only.
             for name, child in self.children.items():
                 if not name.startswith("scheduler-"):
@@ -209,6 +209,7 @@ class LocalStack:
                 if not child.wait(deadline - time.monotonic()):
                     child.kill()
         self.children.clear()
+        self._ports.close()
         if self.dir == Path():
             return
         if not self.options.keep_logs:
@@ -266,7 +267,7 @@ class LocalStack:
     def add_worker(self, *, shard: str | None = None, wait: bool = True) -> str:
         """Add a worker, to the first shard by default, and return its name."""
         name = f"worker-{self._plan.count('worker')}"
-        self._plan.add_worker(name, shard or self.options.shard, PortPlan(FREE_PORTS))
+        self._plan.add_worker(name, shard or self.options.shard, self._ports)
         self._began = time.monotonic()
         self._launch(self.children[name])
         if wait:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import sys
 from dataclasses import dataclass
 
 from laps_sd.errors import StartupError
@@ -53,14 +54,24 @@ def free_port() -> int:
 
 
 class PortPlan:
-    """Allocation of ports, which refuses a port in use before anything has started."""
+    """Allocation of ports.
+
+    On Linux it reserves the free ports that it has allocated until `close`: a socket is bound to each without
+    listening. Then neither another stack nor an outgoing connection takes a port before its component listens
+    or while the component restarts. The component can listen: both sockets have SO_REUSEADDR, which Linux
+    accepts while one of them listens at most. Other systems do not, so nothing is reserved there.
+    """
 
     def __init__(self, wanted: Ports) -> None:
         self._wanted = wanted
         self._next_metrics = wanted.metrics
         self._given: set[int] = set()
+        self._reserved = contextlib.ExitStack()
+
+    def check(self) -> None:
+        """Raise StartupError if a wanted port is in use."""
         for what in FLAGS:
-            port = getattr(wanted, what)
+            port = getattr(self._wanted, what)
             if port:
                 self._check(what, port)
 
@@ -80,9 +91,28 @@ class PortPlan:
         """Return a port on which no process listens and which was not allocated here before."""
         while True:
             port = free_port()
-            if port not in self._given:
+            if port not in self._given and self._reserve(port):
                 self._given.add(port)
                 return port
+
+    def close(self) -> None:
+        """Give the reserved ports back."""
+        self._reserved.close()
+
+    def _reserve(self, port: int) -> bool:
+        """Reserve a port; return False if another process has taken it."""
+        if sys.platform != "linux":  # pragma: no cover
+            return True
+        reservation = socket.socket()
+        try:
+            # Bound before it gets SO_REUSEADDR: so it fails beside another reservation too.
+            reservation.bind((HOST, port))
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        except OSError:
+            reservation.close()
+            return False
+        self._reserved.enter_context(reservation)
+        return True
 
     def _check(self, what: str, port: int) -> None:
         with socket.socket() as probe:

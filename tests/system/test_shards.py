@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from laps_sd.stack.local import LocalStack
-from laps_sd.stack.ports import FREE_PORTS, PortPlan
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker
@@ -38,13 +37,12 @@ def add_shard(stack: LocalStack) -> str:
     use the shard.
     """
     shard = f"s{len(set(stack._plan.shards.values()))}"
-    ports = PortPlan(FREE_PORTS)
     schedulers = [f"scheduler-{stack._plan.count('scheduler') + n}" for n in range(stack.options.schedulers)]
     workers = [f"worker-{stack._plan.count('worker') + n}" for n in range(stack.options.workers)]
     for name in schedulers:
-        stack._plan.add_scheduler(name, shard, ports)
+        stack._plan.add_scheduler(name, shard, stack._ports)
     for name in workers:
-        stack._plan.add_worker(name, shard, ports)
+        stack._plan.add_worker(name, shard, stack._ports)
     stack._began = time.monotonic()
     for name in (*schedulers, *workers):
         stack._launch(stack.children[name])
