@@ -229,7 +229,8 @@ class Transport:
             try:
                 if leading and not self.is_trusted:
                     raise Fenced("another server answers for the record: it may lack the newest commits")
-                await connection.send_packed_command(packed)
+                # Joined: of 128 buffers, writing takes six times as long.
+                await connection.send_packed_command([b"".join(packed)])
                 replies = [await reply_of(connection) for _ in packed]
                 if any(isinstance(reply, redis_errors.ReadOnlyError) or moved_to(reply) for reply in replies):
                     # The server is a replica by now, or without the slot: a new connection may lead to the
