@@ -187,7 +187,7 @@ async def read_rows(store: Store, log: Log, *, tokens: bool = False) -> AsyncIte
                     "pair": request.pair or None,
                 }
                 if tokens:
-                    row |= {"prompt_ids": request.prompt_ids, "committed_ids": request.committed_ids}
+                    row |= {"prompt_ids": list(request.prompt_ids), "committed_ids": request.committed_ids}
                 yield row
 
 

@@ -11,32 +11,63 @@ from scheduler_svc.core.native import mypyc_attr
 
 
 @mypyc_attr(acyclic=True)
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class RequestFacts:
     """Facts of a request from its submission. They never change."""
 
-    request_id: str
-    sequence: int
+    request_id: Final[str]
+    sequence: Final[int]
     """Arrival order within the shard; breaks ties."""
-    arrival_s: float
+    arrival_s: Final[float]
     """Time of arrival, on the clock of `step`."""
-    tenant: str
-    priority: int
+    tenant: Final[str]
+    priority: Final[int]
     """Higher runs first."""
-    workload_class: str
+    workload_class: Final[str]
     """Key of the learnt priors (the client's hint, bounded by the shell; may be empty)."""
-    prompt_tokens: int
-    max_tokens: int
-    expected_output_tokens: int | None
+    prompt_tokens: Final[int]
+    max_tokens: Final[int]
+    expected_output_tokens: Final[int | None]
     """The client's own guess; never trusted blindly."""
-    runs_to_limit: bool = False
+    runs_to_limit: Final[bool]
     """Only its length limit ends it: end-of-sequence tokens are ignored, and there is no stop string."""
-    length_features: bytes = b""
+    length_features: Final[bytes]
     """Hashed words of the prompt, as `laps_sd.contract.length_features` packs them; empty: none."""
-    prompt_blocks: bytes = b""
+    prompt_blocks: Final[bytes]
     """Names of the blocks that the prompt starts with (`laps_sd.contract.prompt_blocks`); empty: none."""
-    conversation: bytes = b""
+    conversation: Final[bytes]
     """Identifies the conversation of which this is a turn; empty: none is known."""
+
+    def __init__(
+        self,
+        request_id: str,
+        sequence: int,
+        arrival_s: float,
+        tenant: str,
+        priority: int,
+        workload_class: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        expected_output_tokens: int | None,
+        runs_to_limit: bool = False,
+        length_features: bytes = b"",
+        prompt_blocks: bytes = b"",
+        conversation: bytes = b"",
+    ) -> None:
+        self.request_id = request_id
+        self.sequence = sequence
+        self.arrival_s = arrival_s
+        self.tenant = tenant
+        self.priority = priority
+        self.workload_class = workload_class
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.expected_output_tokens = expected_output_tokens
+        self.runs_to_limit = runs_to_limit
+        self.length_features = length_features
+        self.prompt_blocks = prompt_blocks
+        self.conversation = conversation
 
     @property
     def guessed_tokens(self) -> float | None:
@@ -51,24 +82,54 @@ class Arrived:
     facts: RequestFacts
 
 
-@dataclass(frozen=True, slots=True)
+@mypyc_attr(acyclic=True)
+@final
+@dataclass(slots=True)
 class Recovered:
     """A request found on the record by a new leader, with what it had reached."""
 
-    facts: RequestFacts
-    emitted: int
+    facts: Final[RequestFacts]
+    emitted: Final[int]
     """Committed output tokens."""
-    rounds: int
-    drafted: int
-    accepted: int
-    attained_s: float
-    preemptions: int
-    worker_id: str | None
-    lease_epoch: int
-    deaths: int = 0
-    death_round: int = 0
-    drafts: int = 0
+    rounds: Final[int]
+    drafted: Final[int]
+    accepted: Final[int]
+    attained_s: Final[float]
+    preemptions: Final[int]
+    worker_id: Final[str | None]
+    lease_epoch: Final[int]
+    deaths: Final[int]
+    death_round: Final[int]
+    drafts: Final[int]
     """These three are as in `Request`."""
+
+    def __init__(
+        self,
+        facts: RequestFacts,
+        emitted: int,
+        rounds: int,
+        drafted: int,
+        accepted: int,
+        attained_s: float,
+        preemptions: int,
+        worker_id: str | None,
+        lease_epoch: int,
+        deaths: int = 0,
+        death_round: int = 0,
+        drafts: int = 0,
+    ) -> None:
+        self.facts = facts
+        self.emitted = emitted
+        self.rounds = rounds
+        self.drafted = drafted
+        self.accepted = accepted
+        self.attained_s = attained_s
+        self.preemptions = preemptions
+        self.worker_id = worker_id
+        self.lease_epoch = lease_epoch
+        self.deaths = deaths
+        self.death_round = death_round
+        self.drafts = drafts
 
 
 @dataclass(frozen=True, slots=True)

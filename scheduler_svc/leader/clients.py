@@ -480,7 +480,7 @@ class Clients:
         source: str,
     ) -> Live:
         """Begin to lead a request that is on the record now: a new one, or a restored one with what was `shown` of it."""
-        live = from_submission(new, requests.accepted(new, sequence, submission.message.specification))
+        live = from_submission(new, requests.accepted(new, sequence))
         self.adopt(live)
         if shown is None:
             turn.events.append(Arrived(live.facts))

@@ -278,7 +278,7 @@ class Live:
             idempotency_key=request.idempotency_key,
             body_hash=request.body_hash,
             seed=request.seed,
-            submission=request.settings,
+            submission=request.submission,
             length_features=facts.length_features,
             prompt_blocks=facts.prompt_blocks,
             sequence=facts.sequence,
@@ -364,7 +364,7 @@ def from_submission(new: NewRequest, request: AcceptedRequest) -> Live:
 
 def from_record(stored: StoredRequest) -> Live:
     """Rebuild the working copy of one request, unfinished or ended, from the record."""
-    live = from_submission(stored, requests.accepted_before(stored))
+    live = from_submission(stored, requests.accepted(stored, stored.sequence))
     live.committed.extend(stored.committed_ids)
     live.taken = len(live.committed)
     live.standing = stored.standing

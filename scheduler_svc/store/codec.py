@@ -9,7 +9,8 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 from laps_sd.contract.ends import End
@@ -32,6 +33,16 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def unpack_ids(packed: bytes | None) -> tuple[int, ...]:
     """Return the ids of packed int32, the inverse of `pack_ids`; none for a missing key."""
     return struct.unpack(f"<{len(packed) // 4}i", packed) if packed else ()
+
+
+def unpack_prompt(packed: bytes | None) -> array[int]:
+    """Return the same as an array, which takes a tenth of the time."""
+    ids = array("i")
+    if packed:
+        ids.frombytes(packed)
+        if sys.byteorder == "big":  # pragma: no cover
+            ids.byteswap()
+    return ids
 
 
 def safe_seconds(value: float) -> float:
@@ -169,7 +180,7 @@ def progress_fields(request: StoredRequest) -> list[Argument]:
 
 
 def stored_request(
-    request_id: str, fields: Mapping[bytes, bytes], tokens: bytes | None, payload: Mapping[bytes, bytes]
+    request_id: str, fields: dict[bytes, bytes], tokens: bytes | None, payload: dict[bytes, bytes]
 ) -> StoredRequest | None:
     """Return the request from its hash; None when it, or some of its tokens, are missing (they expire one by
     one).
@@ -190,7 +201,7 @@ def stored_request(
         priority=int(fields[b"priority"]),
         workload_class=fields[b"workload_class"].decode(),
         arrival_unix_ms=int(fields[b"arrival_unix_ms"]),
-        prompt_ids=unpack_ids(payload.get(b"prompt")),
+        prompt_ids=unpack_prompt(payload.get(b"prompt")),
         max_tokens=int(fields[b"max_tokens"]),
         expected_output_tokens=_optional_int(fields.get(b"expected_output_tokens")),
         deadline_unix_ms=_optional_int(fields.get(b"deadline_unix_ms")),

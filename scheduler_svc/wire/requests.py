@@ -4,8 +4,10 @@ workers receive, hold and offer them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -15,7 +17,7 @@ from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc.core.events import RequestFacts
-from scheduler_svc.store.records import NewRequest, StoredRequest
+from scheduler_svc.store.records import NewRequest
 from scheduler_svc.wire.gateway_messages import Submission, submission_of
 
 Specification = gateway_pb.Specification
@@ -68,28 +70,32 @@ def _serialized(specification: Specification) -> bytes:
     return settings.SerializeToString(deterministic=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AcceptedRequest:
-    """A request that is on the record, as it was submitted."""
+    """A request that is on the record, as it was submitted.
 
-    facts: RequestFacts
-    model: str
-    idempotency_key: str
-    body_hash: str
-    keep: bool
-    grace_s: float
+    Its prompt is not in a message, since most requests of a new leader wait: they need none before they are leased.
+    """
+
+    facts: Final[RequestFacts]
+    model: Final[str]
+    idempotency_key: Final[str]
+    body_hash: Final[str]
+    keep: Final[bool]
+    grace_s: Final[float]
     """Seconds that the request lives without an attached client."""
-    most_logprobs: int | None
+    most_logprobs: Final[int | None]
     """Most alternatives per token, as the client requested them; None without logprobs."""
-    prompt_logprobs: int | None
+    prompt_logprobs: Final[int | None]
     """The same for the tokens of the prompt."""
-    specification: Specification
-    """Specification without outputs and without an origin."""
+    prompt_ids: Final[array[int]]
+    settings: Final[Specification]
+    """Specification without prompt, outputs and origin."""
 
     @property
     def sampling(self) -> SamplingParams:
         """Return its sampling parameters."""
-        return sampling_of(self.specification)
+        return sampling_of(self.settings)
 
     @property
     def seed(self) -> int:
@@ -97,33 +103,26 @@ class AcceptedRequest:
         return self.sampling.seed
 
     @property
-    def prompt_ids(self) -> Sequence[int]:
-        """Return the token ids of its prompt."""
-        return self.specification.prompt_ids
-
-    @property
     def traceparent(self) -> str:
         """Return the traceparent of the span that the submission came with; empty if none."""
-        return self.specification.traceparent
+        return self.settings.traceparent
 
     @property
-    def settings(self) -> bytes:
+    def submission(self) -> bytes:
         """Return the settings as the record keeps them."""
-        return _serialized(self.specification)
+        return self.settings.SerializeToString(deterministic=True)
+
+    def specify(self, specification: Specification) -> None:
+        """Write prompt and settings into an empty message."""
+        specification.CopyFrom(self.settings)
+        specification.prompt_ids.extend(self.prompt_ids)
 
 
-def accepted(new: NewRequest, sequence: int, submitted: Specification) -> AcceptedRequest:
-    """Return a submission that the record has just accepted under this sequence number."""
-    specification = gateway_pb.Specification()
-    specification.CopyFrom(submitted)
-    specification.ClearField("committed_ids")
-    specification.ClearField("origin")
-    return _accepted_as(new, sequence, specification)
-
-
-def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -> AcceptedRequest:
-    """Return the accepted request with this specification, which becomes its own."""
-    specification.request_id = new.request_id
+def accepted(new: NewRequest, sequence: int) -> AcceptedRequest:
+    """Return a request that is on the record under this sequence number."""
+    settings = Specification.FromString(new.submission)
+    settings.request_id = new.request_id
+    prompt_ids = new.prompt_ids
     return AcceptedRequest(
         facts=RequestFacts(
             request_id=new.request_id,
@@ -132,22 +131,23 @@ def _accepted_as(new: NewRequest, sequence: int, specification: Specification) -
             tenant=new.tenant,
             priority=new.priority,
             workload_class=new.workload_class,
-            prompt_tokens=len(new.prompt_ids),
+            prompt_tokens=len(prompt_ids),
             max_tokens=new.max_tokens,
             expected_output_tokens=new.expected_output_tokens,
-            runs_to_limit=_runs_to_limit(specification),
+            runs_to_limit=_runs_to_limit(settings),
             length_features=new.length_features,
             prompt_blocks=new.prompt_blocks,
-            conversation=specification.conversation,
+            conversation=settings.conversation,
         ),
         model=new.model,
         idempotency_key=new.idempotency_key,
         body_hash=new.body_hash,
         keep=new.keep,
         grace_s=max(0, new.grace_ms) / 1000.0,
-        most_logprobs=specification.logprobs if specification.HasField("logprobs") else None,
-        prompt_logprobs=specification.prompt_logprobs if specification.HasField("prompt_logprobs") else None,
-        specification=specification,
+        most_logprobs=settings.logprobs if settings.HasField("logprobs") else None,
+        prompt_logprobs=settings.prompt_logprobs if settings.HasField("prompt_logprobs") else None,
+        prompt_ids=prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids),
+        settings=settings,
     )
 
 
@@ -158,19 +158,12 @@ def _runs_to_limit(specification: Specification) -> bool:
     return sampling.ignore_eos and not ends
 
 
-def accepted_before(stored: StoredRequest) -> AcceptedRequest:
-    """Return a request of the record as it was submitted."""
-    specification = gateway_pb.Specification.FromString(stored.submission)
-    specification.prompt_ids.extend(stored.prompt_ids)
-    return _accepted_as(stored, stored.sequence, specification)
-
-
 def submission_again(
     request: AcceptedRequest, *, deadline_s: float | None, time_limit_s: float | None, now_s: float
 ) -> gateway_pb.Submit:
     """Return the request as it was submitted, with the rest of its times; without outputs."""
     submit = _without_specification(request, deadline_s, time_limit_s, now_s)
-    submit.specification.CopyFrom(request.specification)
+    request.specify(submit.specification)
     return submit
 
 
@@ -212,8 +205,9 @@ def leased(
     """Return what a worker needs to continue after the committed tokens under this lease, and what it keeps
     for a scheduler that needs it. `traceparent`: the span of the lease; None where no trace is recorded.
     """
-    message = worker_pb.LeasedSpecification(specification=request.specification, lease_epoch=lease_epoch)
+    message = worker_pb.LeasedSpecification(lease_epoch=lease_epoch)
     specification = message.specification
+    request.specify(specification)
     specification.committed_ids.extend(committed)
     specification.origin = origin
     if traceparent is not None:

@@ -16,9 +16,8 @@ from laps_sd.contract.sampling import BOUNDS, Sampling
 from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1.gateway_link_pb2 import Specification, Submit
 from laps_sd.v1.inference_pb2 import SamplingParams, TokenIds
-from scheduler_svc.store.records import Standing, StoredRequest
 from scheduler_svc.wire.gateway_messages import submission_of
-from scheduler_svc.wire.requests import accepted_before, new_request
+from scheduler_svc.wire.requests import accepted, new_request
 from worker_svc.link.wire import held_requests, specification
 from worker_svc.runner.messages import HeldRequest
 
@@ -187,22 +186,8 @@ def test_a_record_of_the_release_before_is_read() -> None:
     settings = Specification.FromString(new.submission)
     settings.ClearField("sampling")
     before = replace(new, submission=settings.SerializeToString())
-    stored = StoredRequest(
-        **{one.name: getattr(before, one.name) for one in fields(before)},
-        sequence=1,
-        committed_ids=(),
-        lease_epoch=0,
-        worker_id=None,
-        standing=Standing(0, 0, 0, 0, 0.0, 0, 0, 0.0),
-        end=None,
-        cut_characters=0,
-        detail="",
-        story=(),
-        ended_unix_ms=None,
-        first_token_unix_ms=None,
-    )
 
-    read = accepted_before(stored)
+    read = accepted(before, 1)
     assert read.sampling == BEFORE
     assert read.seed == 2**64 - 1
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import weakref
+from array import array
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -96,7 +97,7 @@ class TestSubmit:
             model="demo/ü",
             priority=-3,
             workload_class="code",
-            prompt_ids=(0, 1, 2**31 - 1),
+            prompt_ids=array("i", [0, 1, 2**31 - 1]),
             expected_output_tokens=0,
             deadline_unix_ms=1_700_000_060_000,
             time_limit_ms=500,

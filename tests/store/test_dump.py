@@ -158,7 +158,7 @@ async def test_prompts_and_outputs_are_read_only_on_demand(store: Store, open_st
     _, with_tokens = await dumped(open_store(), tokens=True)
 
     assert not any("ids" in name for row in without for name in row)
-    assert with_tokens[0]["prompt_ids"] == tuple(a_request().prompt_ids)
+    assert with_tokens[0]["prompt_ids"] == list(a_request().prompt_ids)
     assert with_tokens[0]["committed_ids"] == (1_000_001, 1_000_002, 1_000_003, 1_000_004)
 
 

@@ -17,8 +17,8 @@ from tests.store.kit import a_request
 
 
 def attached(session: GatewaySession) -> Live:
-    request = a_request("r1")
-    live = from_submission(request, accepted(request, 1, gateway_pb.Specification(request_id="r1")))
+    request = a_request("r1", submission=gateway_pb.Specification(request_id="r1").SerializeToString())
+    live = from_submission(request, accepted(request, 1))
     attachment = Attachment("a1", session, live, 0)
     live.attachments["a1"] = session.attachments["a1"] = attachment
     return live
@@ -96,9 +96,9 @@ def test_a_peer_that_asks_and_does_not_listen_is_read_no_further_until_it_does()
 
 def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway_takes() -> None:
     session = GatewaySession("g1")
-    request = a_request("r1", max_tokens=20_000)
-    specification = gateway_pb.Specification(request_id="r1", logprobs=64)
-    live = from_submission(request, accepted(request, 1, specification))
+    settings = gateway_pb.Specification(request_id="r1", logprobs=64)
+    request = a_request("r1", max_tokens=20_000, submission=settings.SerializeToString())
+    live = from_submission(request, accepted(request, 1))
     told = TokenLogprobs(
         logprob=-1.0, top=[TokenLogprob(token_id=100_000 + n, logprob=-n) for n in range(64)]
     )

@@ -228,9 +228,9 @@ async def test_more_than_the_record_keeps_is_refused(
 
 
 def test_they_are_written_again_under_another_lease_until_a_token_is_on_the_record() -> None:
-    new = a_request("r1", prompt_ids=(5, 6, 7))
-    specification = gateway_pb.Specification(request_id="r1", prompt_ids=new.prompt_ids, prompt_logprobs=1)
-    live = from_submission(new, accepted(new, 1, specification))
+    settings = gateway_pb.Specification(request_id="r1", prompt_logprobs=1)
+    new = a_request("r1", prompt_ids=(5, 6, 7), submission=settings.SerializeToString())
+    live = from_submission(new, accepted(new, 1))
     live.lease(1, "w1", now_s=1.0)
     assert live.record_prompt_logprobs(FOUND) == FOUND.SerializeToString()
     assert live.record_prompt_logprobs(FOUND) == b""

@@ -45,7 +45,7 @@ async def test_a_request_is_accepted_only_once_it_is_on_the_record(scheduler: Sc
         assert reply.accepted.request_id == "r1"
         stored = await scheduler.store.read("r1")
         assert stored is not None
-        assert stored.prompt_ids == (1, 2, 3)
+        assert list(stored.prompt_ids) == [1, 2, 3]
 
 
 async def test_committed_tokens_reach_the_client_in_order_and_with_one_end(
