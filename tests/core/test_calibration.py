@@ -195,16 +195,6 @@ class TestTenants:
         said = again.tokens_left("", 0, MOST, Guesses(client=1.0), "liar")
         assert said == again.tokens_left("", 0, MOST, Guesses(), "liar")
 
-    def test_errors_without_a_slope_are_forgotten_when_an_older_format_is_read(self) -> None:
-        data = learned(self.HONEST).to_dict() | {"format": 3}
-        del data["hints"], data["predictions"], data["prompts"]
-        for own in (data["all"], *data["classes"].values()):
-            del own["stages"], own["owner"]
-            own["client_guess"] = own["worker_guess"] = {"weight": 1.0, "total": 0.0, "squares": 0.0}
-        again = Priors.from_dict(json.loads(json.dumps(data)))
-        assert again.to_dict()["all"]["length_counts"] == data["all"]["length_counts"]
-        assert again.tokens_left("", 0, MOST, Guesses(client=800.0), "honest 0").mean < 800
-
 
 class TestClassesOfManyTenants:
     def test_one_tenants_classes_do_not_keep_another_from_learning(self) -> None:

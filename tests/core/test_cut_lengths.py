@@ -17,7 +17,6 @@ from scheduler_svc.core.estimates.lengths import BINS, EDGES, SHAPE_WEIGHT, Leng
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import Arrived, WorkerUp
-from tests.core.test_priors import as_format_4
 from tests.core.test_scheduler import W, core, did, report, request
 
 MOST = 100_000
@@ -300,12 +299,3 @@ class TestTheRecord:
             mine, theirs = (each.tokens_left(name, 0, MOST, Guesses()) for each in (priors, again))
             assert theirs.mean == pytest.approx(mine.mean, rel=0.05)  # built a few requests later
             assert theirs.basis == mine.basis
-
-    def test_the_format_before_had_none(self) -> None:
-        """Its cut requests are among the others, where they are forgotten."""
-        data = as_format_4(learnt(0.5, count=300).to_dict())
-        for own in (data["all"], *data["classes"].values()):
-            del own["length_cuts"]
-        again = Priors.from_dict(json.loads(json.dumps(data))).to_dict()
-        assert again["classes"]["chat"]["length_counts"] == data["classes"]["chat"]["length_counts"]
-        assert again["classes"]["chat"]["length_cuts"] == {}

@@ -134,17 +134,6 @@ class TestShrinkage:
         for variances in found:
             assert 6 < shrinkage(variances) < 24, "12 by the variances of 1 and 0.25"
 
-    def test_sums_of_an_earlier_release_show_no_difference_between_requests(self) -> None:
-        """There one very long request weighed more, as its squared length, than all together."""
-        statistics = AcceptanceStatistics()
-        for _ in range(20):
-            statistics.observe_end(20, 60, 200)
-        statistics.sum_n2 = 2 * statistics.sum_n**2
-        found = statistics.variances()
-        assert found is not None
-        assert found[1] == 0.0
-        assert shrinkage(found) == MOST_SHRINKAGE
-
     def test_the_spread_that_is_left_counts_rounds_as_a_third(self) -> None:
         pace = tokens_per_round(3.0, 20, 1.5, 10, 50)
         assert pace.spread * pace.mean == pytest.approx(math.sqrt(3 * 1.5 / (20 + 10)))
@@ -774,25 +763,6 @@ class TestVersions:
         assert priors.version == 1
 
 
-def as_format_4(data: dict[str, Any]) -> dict[str, Any]:
-    """Return these priors as an earlier build wrote them; no worker had predicted anything."""
-    hints = data.pop("hints")
-    del data["predictions"], data["prompts"]
-    names = ("weight", "lengths", "guesses", "length_squares", "guess_squares", "products")
-    for name, own in (("", data["all"]), *data["classes"].items()):
-        sums = hints["classes"][name] if own is not data["all"] else hints["everyone"]
-        own["client_guesses"] = dict(zip(names, sums, strict=True))
-        own["worker_guesses"] = dict.fromkeys(names, 0.0)
-        del own["stages"]
-        own["acceptance"] |= {"drafted": 900.0, "drafted_of_late": 5.0}
-        own["positions"] = {"rounds": 180.0, "tested": [180.0, 90.0], "accepted": [90.0, 45.0]}
-    return data | {
-        "format": 4,
-        "tenants": hints["tenants"],
-        "tenants_by_class": hints["tenants_by_class"],
-    }
-
-
 class TestTheRecord:
     def learnt(self) -> Priors:
         priors = Priors()
@@ -838,34 +808,6 @@ class TestTheRecord:
     def test_another_format_starts_afresh(self) -> None:
         assert Priors.from_dict({"format": 99, "version": 7}).to_dict() == Priors().to_dict()
         assert Priors.from_dict({}).version == 0
-
-    def test_what_the_build_before_learnt_is_taken_on(self) -> None:
-        learnt = self.learnt().to_dict()
-        before = as_format_4(json.loads(json.dumps(learnt)))
-        assert Priors.from_dict(before).to_dict() == learnt
-
-    def test_hints_of_builds_before_that_are_forgotten(self) -> None:
-        learnt = self.learnt().to_dict()
-        before = as_format_4(json.loads(json.dumps(learnt))) | {"format": 2}
-        for own in (before["all"], *before["classes"].values()):
-            own["log_lengths"] = {"weight": 10.0, "total": 45.0, "squares": 210.0}
-            own["client_guess"] = own.pop("client_guesses")
-        del before["tenants"], before["tenants_by_class"]
-        again = Priors.from_dict(before).to_dict()
-        assert again["all"] == learnt["all"]
-        assert again["hints"] == Priors().to_dict()["hints"] | {
-            "classes": dict.fromkeys(learnt["classes"], [0.0] * 6)
-        }
-
-    def test_what_a_much_earlier_build_wrote_starts_afresh(self) -> None:
-        old = {
-            "format": 1,
-            "version": 3,
-            "cost": {"rounds": 5.0, "squares": [0.0] * 6},
-            "all": {},
-            "classes": {},
-        }
-        assert Priors.from_dict(old).to_dict() == Priors().to_dict()
 
     @pytest.mark.parametrize(
         ("place", "value", "problem"),

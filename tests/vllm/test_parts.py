@@ -30,7 +30,7 @@ from laps_vllm.prompt_features import PromptTokens
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
 from scheduler_svc.core.estimates.errors import Moment
-from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.priors import FORMAT, Priors
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.policies import policy_named
@@ -394,7 +394,7 @@ class TestLearntFile:
     def test_each_data_parallel_rank_has_its_own(self, tmp_path: Path) -> None:
         assert [LearntFile(tmp_path / "l", rank=rank).path.name for rank in (0, 1)] == ["l", "l.1"]
 
-    @pytest.mark.parametrize("content", ["", "[1, 2]", '{"format": 4}', "\x00", '{"format": "x"}'])
+    @pytest.mark.parametrize("content", ["", "[1, 2]", f'{{"format": {FORMAT}}}', "\x00", '{"format": "x"}'])
     def test_a_damaged_file_starts_learning_again(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "l").write_text(content)
         priors, sentence = LearntFile(tmp_path / "l").load()
@@ -477,16 +477,6 @@ class TestLearntFile:
 
         assert found.to_dict() == Priors().to_dict()
         assert "is not used" in sentence
-
-    def test_a_file_from_before_lengths_were_predicted_is_read(self, tmp_path: Path) -> None:
-        old = self.learnt().to_dict() | {"format": 4}
-        for name in ("prompts", "predictions", "hints"):
-            del old[name]
-        (tmp_path / "l").write_text(json.dumps(old))
-        priors, sentence = LearntFile(tmp_path / "l").load()
-
-        assert priors.lengths_seen("chat") == pytest.approx(self.learnt().lengths_seen("chat"))
-        assert sentence.startswith("read from")
 
     def test_a_huge_file_is_not_read(self, tmp_path: Path) -> None:
         with (tmp_path / "l").open("wb") as file:

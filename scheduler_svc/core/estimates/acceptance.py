@@ -87,8 +87,6 @@ class AcceptanceStatistics:
         within = self.sum_within / freedom_within
         between_squares = self.sum_nm2 - self.sum_nm**2 / self.sum_n
         typical_n = (self.sum_n - self.sum_n2 / self.sum_n) / (self.requests - 1)
-        if typical_n <= 0:  # only of sums from the record of an earlier release, whose `sum_n2` decayed once
-            return within, 0.0
         between = (between_squares / (self.requests - 1) - within) / typical_n
         return within, max(between, 0.0)
 

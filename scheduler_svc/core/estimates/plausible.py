@@ -37,14 +37,12 @@ def check_priors(data: Mapping[str, Any], most_classes: int) -> None:
     check_size("classes", data["classes"], most_classes)
     for own in data["classes"].values():
         _check_class("classes", own)
-    _check_tenants("tenants", data)  # up to format 4
     for source in ("hints", "predictions"):
-        if source in data:
-            found = data[source]
-            check_size(source, found["classes"], calibration.MOST_CLASSES)
-            for sums in [found["everyone"], *found["classes"].values()]:
-                _check_history(source, *sums)
-            _check_tenants(source, found)
+        found = data[source]
+        check_size(source, found["classes"], calibration.MOST_CLASSES)
+        for sums in [found["everyone"], *found["classes"].values()]:
+            _check_history(source, *sums)
+        _check_tenants(source, found)
 
 
 def within(field: str, value: float, least: float, most: float) -> None:
@@ -95,21 +93,20 @@ def _check_class(field: str, found: Mapping[str, Any]) -> None:
     _check_sums(f"{field}.acceptance", sums.values())
     # Its root is taken.
     within(f"{field}.acceptance.sum_within", sums["sum_within"], 0, MOST)
+    within(f"{field}.acceptance.sum_n2", sums["sum_n2"], 0, sums["sum_n"] ** 2)
     within(f"{field}.acceptance.rounds", sums["rounds"], 0, SLACK * acceptance.FORGET_ROUNDS)
     within(f"{field}.acceptance.requests", sums["requests"], 0, SLACK * acceptance.FORGET_REQUESTS)
     for name in ("length_counts", "length_cuts"):
-        check_size(f"{field}.{name}", found.get(name, {}), lengths.BINS)
-        _check_sums(f"{field}.{name}", found.get(name, {}).values(), SLACK * lengths.FORGET_REQUESTS)
-    if "stages" in found:
-        check_size(f"{field}.stages", found["stages"], STAGES, STAGES)
-        for stage in found["stages"]:
-            _check_history(f"{field}.stages", **stage["guesses"])
-            _check_sums(f"{field}.stages", (stage["with_them"], stage["without_them"]))
-    _check_history(f"{field}.client_guesses", *found.get("client_guesses", {}).values())  # up to format 4
+        check_size(f"{field}.{name}", found[name], lengths.BINS)
+        _check_sums(f"{field}.{name}", found[name].values(), SLACK * lengths.FORGET_REQUESTS)
+    check_size(f"{field}.stages", found["stages"], STAGES, STAGES)
+    for stage in found["stages"]:
+        _check_history(f"{field}.stages", **stage["guesses"])
+        _check_sums(f"{field}.stages", (stage["with_them"], stage["without_them"]))
 
 
 def _check_tenants(field: str, found: Mapping[str, Any]) -> None:
-    tenants, pairs = found.get("tenants", {}), found.get("tenants_by_class", ())
+    tenants, pairs = found["tenants"], found["tenants_by_class"]
     check_size(field, tenants, calibration.MOST_TENANTS)
     check_size(field, pairs, calibration.MOST_TENANTS)
     for pair in pairs:
@@ -121,12 +118,12 @@ def _check_tenants(field: str, found: Mapping[str, Any]) -> None:
 
 def _check_history(
     field: str,
-    weight: float = 0.0,
-    lengths: float = 0.0,
-    guesses: float = 0.0,
-    length_squares: float = 0.0,
-    guess_squares: float = 0.0,
-    products: float = 0.0,
+    weight: float,
+    lengths: float,
+    guesses: float,
+    length_squares: float,
+    guess_squares: float,
+    products: float,
 ) -> None:
     """Check the fields of a `GuessHistory`."""
     within(field, weight, 0, SLACK * calibration.GUESS_FORGET)

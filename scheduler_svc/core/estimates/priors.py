@@ -38,10 +38,6 @@ from scheduler_svc.core.estimates.sources import (
 )
 
 FORMAT: Final = 6
-READABLE_FORMATS = (2, 3, 4, 5, 6)
-"""Formats that can be read. Priors of earlier builds are used, except the errors of guesses in formats 2 and
-3, which have no slope, of workers' predictions before 5, which have no stages, and of the acceptance by draft
-position up to 5. Up to format 4 the lengths of cut requests are among those of the others."""
 COST_CHANGE: Final = 0.05
 MAX_CLASSES: Final = 256
 """Bound on classes: clients name them, and they must not grow the memory. A further class replaces the class
@@ -291,14 +287,14 @@ class Priors:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], prompts: PromptLengths | None = None) -> Priors:
         """Return the priors that `to_dict` gave; `prompts`, still untaught, learns on from what it had learned.
-        With an unknown format return new ones: the core can work without any priors.
+        With another format return new ones: the core can work without any priors.
 
         Raises ValueError, with a sentence, where they are damaged. Then `prompts` may have changed.
         """
         if not isinstance(data, Mapping):
             raise ValueError("what was learnt must be a mapping")
         priors = cls(prompts)
-        if data.get("format") not in READABLE_FORMATS:
+        if data.get("format") != FORMAT:
             return priors
         try:
             check_priors(data, MAX_CLASSES)
@@ -313,12 +309,9 @@ class Priors:
         self._share_s = self.cost.share_s(0)
         self._all = everyone = _class_from_dict(data["all"], None)
         self._classes = {name: _class_from_dict(own, everyone) for name, own in data["classes"].items()}
-        if data["format"] >= 5:
-            self._hints = GuessSource.from_dict(data["hints"])
-            if self.prompts.restore(data["prompts"]):
-                self._predictions = GuessSource.from_dict(data["predictions"])
-        else:
-            self._hints = _hints_of_format_4(data)
+        self._hints = GuessSource.from_dict(data["hints"])
+        if self.prompts.restore(data["prompts"]):
+            self._predictions = GuessSource.from_dict(data["predictions"])
 
 
 def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:
@@ -340,28 +333,12 @@ def _by_bin(filled: Mapping[str, float]) -> list[float]:
 
 
 def _class_from_dict(data: Mapping[str, Any], pool: ClassPriors | None) -> ClassPriors:
-    sums = data["acceptance"]
     priors = ClassPriors(
-        acceptance=AcceptanceStatistics(**{name: sums[name] for name in asdict(AcceptanceStatistics())}),
-        owner=data.get("owner", ""),
+        acceptance=AcceptanceStatistics(**data["acceptance"]),
+        stages=[StageHistory.from_dict(stage) for stage in data["stages"]],
+        owner=data["owner"],
     )
-    if "stages" in data:
-        priors.stages = [StageHistory.from_dict(stage) for stage in data["stages"]]
-    priors.lengths.restore(_by_bin(data["length_counts"]), _by_bin(data.get("length_cuts", {})))
+    priors.lengths.restore(_by_bin(data["length_counts"]), _by_bin(data["length_cuts"]))
     priors.rebuild_lengths(pool)
     priors.variances = priors.acceptance.variances()
     return priors
-
-
-def _hints_of_format_4(data: Mapping[str, Any]) -> GuessSource:
-    """Return the hints of earlier formats, which kept them with the classes."""
-    return GuessSource.from_dict(
-        {
-            "everyone": list(data["all"].get("client_guesses", {}).values()),
-            "classes": {
-                name: list(own.get("client_guesses", {}).values()) for name, own in data["classes"].items()
-            },
-            "tenants": data.get("tenants", {}),
-            "tenants_by_class": data.get("tenants_by_class", ()),
-        }
-    )
