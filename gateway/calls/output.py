@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from gateway.links.client_stream import Accepted, Batch
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.tokenizer import ModelFiles
-from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.errors import DeadlineExceeded
 from laps_sd.service.ends import FINISH_REASONS, end_of_kind
@@ -110,7 +109,7 @@ class Output:
                 completion_tokens=self.tokens,
                 cached_prompt_tokens=end.cached_prompt_tokens,
             ),
-            speculation=_speculation(end.speculation) if end.HasField("speculation") else None,
+            speculation=end.speculation if end.HasField("speculation") else None,
             timing=end.timing if end.HasField("timing") else None,
             request_id=self._acceptance.request_id,
         )
@@ -124,15 +123,3 @@ def silent_ids(sampling: inference_pb2.SamplingParams, model: ModelFiles) -> fro
         return skipped
     ends = frozenset(sampling.stop_token_ids)
     return skipped | ends if sampling.ignore_eos else skipped | ends | model.eos_ids
-
-
-def _speculation(summary: inference_pb2.SpeculationSummary) -> inference_pb2.SpeculationSummary:
-    """Return the summary with its drafts; for a scheduler of an earlier version, which does not count them,
-    all rounds of a request with draft tokens."""
-    if summary.drafts or not summary.drafted:
-        return summary
-    counted = inference_pb2.SpeculationSummary()
-    counted.CopyFrom(summary)
-    counted.drafts = summary.rounds
-    counted.mean_acceptance_length = mean_acceptance_length(summary.accepted, summary.rounds)
-    return counted

@@ -169,22 +169,6 @@ class TestGenerateStream:
         assert end.error == ("a word" if reason == FinishReason.FINISH_REASON_ERROR else "")
         assert await call.code() == grpc.StatusCode.OK
 
-    async def test_every_round_was_a_draft_for_a_scheduler_that_does_not_count_drafts(
-        self, running: Running, scheduler: FakeScheduler
-    ) -> None:
-        counted = SpeculationSummary(rounds=9, drafts=4, drafted=16, accepted=8, mean_acceptance_length=3.0)
-        not_counted = SpeculationSummary(rounds=8, drafted=16, accepted=8, mean_acceptance_length=1.5)
-        shown = []
-        for count, summary in enumerate((counted, not_counted), 1):
-            call = running.stub.GenerateStream(HELLO)
-            request_id = await scheduler.submitted(count)
-            end = link_pb2.RequestEnd(kind=Kind.KIND_STOP, speculation=summary)
-            scheduler.commit(request_id, [70], end)
-            shown.append((await rest(call))[-1].end.speculation)
-
-        assert shown[0] == counted
-        assert (shown[1].drafts, shown[1].mean_acceptance_length) == (8, 2.0)
-
     async def test_the_hard_deadline_is_a_status(self, running: Running, scheduler: FakeScheduler) -> None:
         call = running.stub.GenerateStream(HELLO)
         request_id = await scheduler.submitted()
