@@ -203,7 +203,9 @@ class WorkerHello(_message.Message):
     @_builtins.property
     def protocol_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def cost(self) -> Global___CostModel: ...
+    def cost(self) -> Global___CostModel:
+        """Not sent and not read: the scheduler learns costs from the reports."""
+
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """All requests that it holds."""

@@ -41,7 +41,6 @@ from laps_sd.v1 import worker_link_pb2 as pb
 from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc import metrics
 from worker_svc.link.lists import AssignedList
-from worker_svc.link.measured_cost import MeasuredCost
 from worker_svc.link.missing import MissingSpecifications
 from worker_svc.link.outbox import Outbox
 from worker_svc.link.replies import acknowledged_number, runner_messages
@@ -103,7 +102,6 @@ class SchedulerLink:
         self._lists = AssignedList()
         self._on_greeted = on_greeted
         self._on_drain_ordered = on_drain_ordered
-        self._cost = MeasuredCost()
         self._traces = RoundTraces(tracing, self.worker_id)
 
         self._loop = asyncio.get_running_loop()
@@ -202,7 +200,6 @@ class SchedulerLink:
             round_report(outcome), tokens=sum([len(step.tokens) for _, step in outcome.progress])
         )
         metrics.observe(outcome)
-        self._cost.observe(outcome)
         self._traces.round(outcome, time.time())
 
     # -- connecting ------------------------------------------------------------------------------------------
@@ -295,7 +292,6 @@ class SchedulerLink:
             self.worker_id,
             self.runner.capacity,
             self.runner.fingerprint,
-            self._cost,
             held,
             probe=self.runner.probe_kind,
             draining=self._draining,

@@ -26,7 +26,6 @@ from worker_svc.engine.interface import (
     Sampling,
     Specification,
 )
-from worker_svc.link.measured_cost import MeasuredCost
 from worker_svc.runner.messages import HeldNow, HeldRequest, Listed, Round
 from worker_svc.settings import WorkerSettings
 
@@ -68,14 +67,12 @@ def hello(
     worker_id: str,
     capacity: Capacity,
     fingerprint: str,
-    cost: MeasuredCost,
     held: HeldNow,
     *,
     probe: ProbeKind | None = None,
     draining: bool,
 ) -> pb.WorkerHello:
     """Return the first message of a stream."""
-    base_s, sequence_s, context_s = cost.round_s
     return pb.WorkerHello(
         worker_id=worker_id,
         worker_name=settings.name,
@@ -92,13 +89,6 @@ def hello(
         # The scheduler reads it as the room that a round needs beyond a request's next token.
         max_draft_tokens=capacity.growth - 1,
         vocab_size=capacity.vocab_size,
-        cost=pb.CostModel(
-            round_base_s=base_s,
-            per_sequence_s=sequence_s,
-            per_context_token_s=context_s,
-            prefill_per_token_s=cost.prefill_per_token_s,
-            swap_per_token_s=cost.swap_per_token_s,
-        ),
         held=held_requests(held.requests),
         cached_blocks=held.cached_blocks,
         draining=draining,

@@ -32,11 +32,6 @@ class Held:
         """Return what remains of the newest prediction, 1 token at least."""
         return None if self.predicted_tokens is None else max(1.0, self.predicted_tokens - len(self.output))
 
-    @property
-    def tokens(self) -> int:
-        """Number of context tokens: prompt and output."""
-        return len(self.spec.prompt_ids) + len(self.output)
-
 
 @dataclass(slots=True)
 class _Unacknowledged:
@@ -55,8 +50,6 @@ class Progress:
     steps: list[tuple[int, RequestRound]]
     """(lease epoch, outcome) of the requests of the round, and of those that ended outside of one."""
     residency: list[ResidencyChange]
-    swapped_in_tokens: int
-    """Context tokens whose KV the round brought back from host memory."""
 
 
 class HeldRequests:
@@ -171,7 +164,6 @@ class HeldRequests:
         steps: list[tuple[int, RequestRound]] = []
         reached: list[tuple[Held, int, bool]] = []
         any_ended = False
-        swapped_in = 0
         for step in result.requests:
             held = self.by_id[step.request_id]
             held.output.extend(step.tokens)
@@ -182,7 +174,6 @@ class HeldRequests:
                 held.ended = any_ended = True
                 held.residency = Residency.NONE
             elif held.residency is not Residency.DEVICE:
-                swapped_in += held.tokens if held.residency is Residency.HOST else 0
                 self._note_residency(held)
             if self.at_bound(held):
                 self.settled = False
@@ -196,7 +187,7 @@ class HeldRequests:
             steps.append((held.lease_epoch, step))
             reached.append((held, len(held.output), True))
         self._unacknowledged.append(_Unacknowledged(self._number, reached))
-        progress = Progress(self._number, steps, self._changes, swapped_in)
+        progress = Progress(self._number, steps, self._changes)
         self._ends, self._changes = later, []
         return progress
 

@@ -125,10 +125,6 @@ class Round:
     """Seconds from the end of the round before to the start of this one, without making room."""
     waited_s: float
     """The part of `idle_s` in which there was nothing to run."""
-    context_tokens: int
-    """Context tokens of the requests that ran, before the round."""
-    swapped_in_tokens: int
-    """Context tokens whose KV the round brought back from host memory."""
     preempted: int
     """Requests of the round before that have not ended and were not in this one."""
     out_of_memory: int = 0

@@ -131,8 +131,7 @@ class Runner:
         self._in_flight = bool(self._lag and run)
         if self._lag and not result.requests and not self._requests.must_report:
             return True
-        context_tokens = sum([held[one.request_id].tokens for one in result.requests])
-        self._report(result, swap_out_s, idle_s, context_tokens, preempted)
+        self._report(result, swap_out_s, idle_s, preempted)
         if self._round_ended_s >= self._share_due_s:
             self._share(self._round_ended_s)
         return True
@@ -188,7 +187,6 @@ class Runner:
         result: RoundResult,
         swap_out_s: float = 0.0,
         idle_s: float = 0.0,
-        context_tokens: int = 0,
         preempted: int = 0,
     ) -> None:
         """Record the outcome of a round and deliver its report."""
@@ -205,8 +203,6 @@ class Runner:
             swap_out_s,
             idle_s,
             waited_s,
-            context_tokens,
-            progress.swapped_in_tokens,
             preempted,
             self._rounds.take_out_of_memory(),
             self._cache_changes(),

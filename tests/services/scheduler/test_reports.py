@@ -195,7 +195,7 @@ def test_any_round_is_the_same_event_with_and_without_columns(
     rows: tuple[tuple[int, RequestRound], ...],
 ) -> None:
     done = tuple(step for _, step in rows)
-    report = round_report(Round(3, RoundResult(done, 0.1, 0.2), list(rows), [], 0.0, 0.0, 0.0, 0, 0, 0))
+    report = round_report(Round(3, RoundResult(done, 0.1, 0.2), list(rows), [], 0.0, 0.0, 0.0, 0))
     older = without_columns(report)
     newest, oldest = round_reported("w", report), round_reported("w", older)
 
@@ -226,5 +226,5 @@ def test_any_round_is_the_same_event_with_and_without_columns(
 def test_the_time_limit_of_a_round_arrives_with_what_it_left_undone() -> None:
     row = (1, RequestRound("r", 0, (), 0, 0, prefilled=64))
     result = RoundResult((row[1],), total_s=0.15, limit_s=0.2)
-    event = round_reported("w", round_report(Round(1, result, [row], [], 0.0, 0.0, 0.0, 0, 0, 0)))
+    event = round_reported("w", round_report(Round(1, result, [row], [], 0.0, 0.0, 0.0, 0)))
     assert (event.limit_s, event.total_s, event.prefilled) == (0.2, 0.15, 64)

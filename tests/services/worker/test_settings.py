@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import socket
 
 import pytest
 
 from laps_sd.service.config import ConfigError, load
 from worker_svc.engine.interface import RequestRound, RoundResult
-from worker_svc.link.measured_cost import MeasuredCost
 from worker_svc.metrics import ACCEPTED_BY, CACHED, DRAFTED_BY, PREFILLED, observe
 from worker_svc.runner.messages import Round
 from worker_svc.settings import WorkerSettings
@@ -86,41 +84,6 @@ def test_the_engine_over_vllm_takes_models_and_arguments() -> None:
     assert settings.vllm_sampling == "coupled"
 
 
-def measured(
-    requests: int, context: int, spent_s: float, *, prefilled: int = 0, prefill_s: float = 0.0
-) -> Round:
-    steps = tuple(RequestRound(f"r{i}", 0, (1,), 1, 0, prefilled=prefilled) for i in range(requests))
-    result = RoundResult(steps, draft_s=spent_s * 0.2, verify_s=spent_s * 0.8, prefill_s=prefill_s)
-    return Round(1, result, [(1, step) for step in steps], [], 0.0, 0.0, 0.0, context, 0, 0)
-
-
-def test_the_cost_model_finds_the_cost_that_was_spent() -> None:
-    draw = random.Random(1)
-    cost = MeasuredCost()
-    for _ in range(400):
-        requests = draw.randint(1, 8)
-        context = requests * draw.randint(50, 2000)
-        cost.observe(measured(requests, context, 0.02 + 0.003 * requests + 1e-6 * context))
-    cost.observe(measured(1, 100, 0.5, prefilled=200, prefill_s=0.1))
-
-    base_s, sequence_s, context_s = cost.round_s
-    assert base_s == pytest.approx(0.02, rel=0.05)
-    assert sequence_s == pytest.approx(0.003, rel=0.05)
-    assert context_s == pytest.approx(1e-6, rel=0.1)
-    assert cost.prefill_per_token_s == pytest.approx(0.1 / 200)
-    assert cost.swap_per_token_s == 0.0
-
-
-def test_the_cost_model_is_never_negative_and_silent_at_first() -> None:
-    cost = MeasuredCost()
-    assert cost.round_s == (0.0, 0.0, 0.0)
-    for i in range(50):
-        cost.observe(measured(1 + i % 2, 1000 * (2 - i % 2), 0.02))
-
-    assert min(cost.round_s) >= 0
-    assert sum(cost.round_s) > 0
-
-
 def test_prompt_tokens_are_counted_as_computed_or_found() -> None:
     def counted() -> tuple[float, float]:
         return tuple(next(iter(metric.collect())).samples[0].value for metric in (PREFILLED, CACHED))  # type: ignore[return-value]
@@ -131,7 +94,7 @@ def test_prompt_tokens_are_counted_as_computed_or_found() -> None:
         RequestRound("b", 0, (1,), 0, 0, prefilled=9, cached=64),
         RequestRound("c", 0, (1,), 0, 0, cached=32),
     )
-    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0, 0, 0))
+    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0))
     assert counted() == (computed + 521, found + 96)
 
 
@@ -149,5 +112,5 @@ def test_draft_tokens_are_counted_by_source() -> None:
         RequestRound("b", 0, (1, 2, 3), 3, 2, looked_up=True),
         RequestRound("c", 0, (1,), 0, 0),
     )
-    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0, 0, 0))
+    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0))
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [4, 3, 1, 2]
