@@ -384,7 +384,7 @@ class HeldRequest(_message.Message):
     """Output tokens that remain after `emitted`, by the worker's newest prediction. Absent: it has made none."""
     @_builtins.property
     def unacknowledged_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The output tokens that no leader has acknowledged, from position `emitted - len`."""
+        """Not sent and not read: reports that no leader has acknowledged come again."""
 
     @_builtins.property
     def specification(self) -> _gateway_link_pb2.Specification:

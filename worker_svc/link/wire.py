@@ -317,7 +317,6 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
             lease_epoch=held.lease_epoch,
             residency=RESIDENCIES[held.residency],
             emitted=len(held.output_ids),
-            unacknowledged_ids=held.output_ids[held.acknowledged :],
             predicted_remaining_tokens=held.predicted_remaining_tokens,
         )
         if room > 0:
@@ -330,7 +329,7 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
 
 
 def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
-    """Return the specification with all acknowledged outputs; the other ones are in `unacknowledged_ids`."""
+    """Return the specification with all acknowledged outputs; reports bring the other ones."""
     spec = held.spec
     wire_spec = gateway_pb.Specification(
         request_id=spec.request_id,

@@ -384,7 +384,7 @@ async def test_a_new_leader_goes_on_from_the_record_and_takes_what_the_worker_of
         await gpu.run_round("r1", epoch, 0, [10, 11])
         await first.crash()
     second = await start()
-    held = worker_pb.HeldRequest(request_id="r1", lease_epoch=epoch, emitted=4, unacknowledged_ids=[12, 13])
+    held = worker_pb.HeldRequest(request_id="r1", lease_epoch=epoch, emitted=4)
     async with gateway(second.address) as client, worker(second.address, held=[held]) as gpu:
         # The first report was acknowledged by the dead leader, the second was not.
         await gpu.send_reports(
