@@ -63,24 +63,6 @@ def main() -> int:
             [{name: row[name] for name in ("workers", *IN_TABLE)} for row in carried],
         )
         rows += carried
-    if options.figure is not None:
-        from bench.figures import lines
-
-        series = {
-            f"{workers} workers": [
-                (row["queued"], row["median_ms"]) for row in core if row["workers"] == workers
-            ]
-            for workers in options.workers
-        }
-        lines(
-            options.figure,
-            series,
-            title=f"One report of {options.slots} requests through the core",
-            x="queued requests",
-            y="CPU time per report, median, ms",
-            log_x=True,
-            goal=options.goal_ms,
-        )
     met, summary = verdict(core, options.goal_ms)
     return finish(
         rows, json_file=options.json, summary=summary, met=met, about=about("control", sys.argv[1:])

@@ -48,38 +48,6 @@ def _save(figure: Any, path: Path, source: str = "") -> None:
         path.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", drawn), encoding="utf-8")
 
 
-def lines(
-    path: Path,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    title: str,
-    x: str,
-    y: str,
-    log_x: bool = False,
-    log_y: bool = False,
-    goal: float | None = None,
-) -> None:
-    """Draw one line for each series of (x, y), and a dashed one at `goal`; the suffix of `path` decides
-    between PNG and SVG.
-    """
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, points in series.items():
-        axes.plot([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
-    if goal is not None:
-        axes.axhline(goal, color="grey", linestyle="--", label="goal")
-    axes.set(title=title, xlabel=x, ylabel=y)
-    if log_x:
-        axes.set_xscale("log")
-    if log_y:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    _save(figure, path)
-
-
 def ratios(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
     """Draw the mean latency over that of fcfs by policy, one panel per scenario: measured with its interval,
     and as simulated, with each kind of hints side by side. `rows` are those of `bench.serve`; those without

@@ -56,7 +56,6 @@ def arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--backlog", type=int, default=5_000, help="queued requests of the whole scheduler")
     parser.add_argument("--goal-ms", type=float, default=GOAL_MS, help=argparse.SUPPRESS)
-    parser.add_argument("--figure", type=Path, help="draw the cost of the core into this .png or .svg")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
