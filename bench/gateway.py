@@ -137,8 +137,10 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
             await asyncio.sleep(TICK_S)
         end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_LENGTH)
         ends = [
-            link_pb2.Delivery(request_id=request_id, first_token=TOKENS * len(self.sent[request_id]), end=end)
-            for request_id in ids
+            link_pb2.Delivery(
+                attachment_id=attachment_id, first_token=TOKENS * len(self.sent[request_id]), end=end
+            )
+            for request_id, attachment_id in zip(ids, self._attachments, strict=True)
         ]
         self._send(deliveries=link_pb2.Deliveries(deliveries=ends))
         self.done.set()

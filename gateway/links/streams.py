@@ -42,7 +42,6 @@ class Streams:
         self._buffer_tokens = buffer_tokens
         self._restore_s = restore_s
         self._by_attachment: dict[str, ClientStream] = {}
-        self._by_request: dict[str, dict[str, ClientStream]] = {}
         self._submissions: dict[int, ClientStream] = {}
         self._attaches: dict[int, ClientStream] = {}
         self._retries: set[ClientStream] = set()
@@ -113,7 +112,6 @@ class Streams:
             if stream.attach_id:
                 self._left[stream.attach_id] = detach
         self._forget_questions(stream)
-        self._unindex(stream)
         metrics.STREAMS.dec()
         if stream.over:  # the scheduler dropped the attachment when it sent the end, or never made it
             return []
@@ -200,16 +198,14 @@ class Streams:
 
     def on_delivery(self, delivery: link_pb2.Delivery, now: float) -> list[Message]:
         """Handle committed tokens, an end, or both."""
-        streams = self._by_request.get(delivery.request_id)
-        if streams is None:
+        stream = self._by_attachment.get(delivery.attachment_id)
+        if stream is None:
             return []
         end = delivery.end if delivery.HasField("end") else None
         of_prompt = delivery.prompt_logprobs if delivery.HasField("prompt_logprobs") else None
-        given = delivery.first_token, delivery.token_ids, now, delivery.logprobs, end, of_prompt
-        if delivery.attachment_id:
-            stream = streams.get(delivery.attachment_id)
-            return [] if stream is None else self._receive(stream, *given)
-        return [message for stream in list(streams.values()) for message in self._receive(stream, *given)]
+        return self._receive(
+            stream, delivery.first_token, delivery.token_ids, now, delivery.logprobs, end, of_prompt
+        )
 
     def on_plain_deliveries(self, plain: link_pb2.PlainDeliveries, now: float) -> list[Message]:
         """Handle committed tokens in columns. Columns that do not fit together are discarded; what was in them
@@ -276,7 +272,8 @@ class Streams:
     def _accept_submission(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
         submit = stream.submit
         assert submit is not None, "only submissions have a submission id"
-        self._rename(stream, accepted.request_id or submit.request_id)
+        # Of an earlier request, if its idempotency key belongs to one.
+        stream.request_id = accepted.request_id or submit.request_id
         # A submission that was sent twice finds itself; that is not an earlier request.
         existing = accepted.attached_to_existing and stream.request_id != submit.request_id
         sampling = sampling_of(submit.specification)
@@ -364,22 +361,7 @@ class Streams:
     def _add(self, stream: ClientStream) -> None:
         assert stream.attachment_id not in self._by_attachment, "attachment ids are unique"
         self._by_attachment[stream.attachment_id] = stream
-        self._by_request.setdefault(stream.request_id, {})[stream.attachment_id] = stream
         metrics.STREAMS.inc()
-
-    def _unindex(self, stream: ClientStream) -> None:
-        of_request = self._by_request[stream.request_id]
-        del of_request[stream.attachment_id]
-        if not of_request:
-            del self._by_request[stream.request_id]
-
-    def _rename(self, stream: ClientStream, request_id: str) -> None:
-        """Move the stream to the earlier request to which its idempotency key belongs."""
-        if request_id == stream.request_id:
-            return
-        self._unindex(stream)
-        stream.request_id = request_id
-        self._by_request.setdefault(request_id, {})[stream.attachment_id] = stream
 
 
 def _attach_event(reply: link_pb2.AttachReply, *, can_restore: bool) -> StreamEvent:

@@ -992,7 +992,7 @@ class Delivery(_message.Message):
     first_token: _builtins.int
     """Position in the output of the first of `token_ids`. The receiver drops tokens that it already has."""
     attachment_id: _builtins.str
-    """The attachment this is for; empty: every attachment of this gateway to the request."""
+    """The attachment this is for."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -293,9 +293,7 @@ class TestAStream:
 
         def failure_and_output(reply: Reply, error: LapsSdError) -> bytes:
             (other,) = [stream for stream in streams if not stream.over]
-            delivery = link_pb2.Delivery(
-                request_id=other.request_id, attachment_id=other.attachment_id, token_ids=[70, 71]
-            )
+            delivery = link_pb2.Delivery(attachment_id=other.attachment_id, token_ids=[70, 71])
             streams.on_delivery(delivery, 0.0)
             assert other.has_news
             return failure(reply, error)

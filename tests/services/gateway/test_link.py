@@ -35,8 +35,8 @@ def tokens(first: int, last: int) -> list[int]:
     return [40 + n for n in range(first, last)]
 
 
-def delivery(request_id: str, first: int, ids: list[int], **fields: Any) -> Reply:
-    one = link_pb2.Delivery(request_id=request_id, first_token=first, token_ids=ids, **fields)
+def delivery(attachment_id: str, first: int, ids: list[int], **fields: Any) -> Reply:
+    one = link_pb2.Delivery(attachment_id=attachment_id, first_token=first, token_ids=ids, **fields)
     return Reply(deliveries=link_pb2.Deliveries(deliveries=[one]))
 
 
@@ -184,7 +184,7 @@ async def test_a_request_that_ends_without_a_token_together_with_its_acceptance_
     reply.accepted.request_id = "s0.a"
     link.streams.on_submit_reply(reply, 0.0)
     end = link_pb2.RequestEnd(kind=Kind.KIND_CANCELLED)
-    link.streams.on_delivery(link_pb2.Delivery(request_id="s0.a", end=end), 0.0)
+    link.streams.on_delivery(link_pb2.Delivery(attachment_id=stream.attachment_id, end=end), 0.0)
     await accepting
 
     assert stream.has_news, "its reader would wait for ever"
@@ -340,9 +340,10 @@ class TestTheLeaderEpoch:
     ) -> None:
         call = running.stub.GenerateStream(HELLO)
         request_id = await scheduler.submitted()
+        attachment_id = scheduler.all_heard("submit")[0].attachment_id
         await call.read()
         stale = metrics.value("laps_sd_gateway_link_stale_messages_total", {"shard": "s0"})
-        scheduler.say(delivery(request_id, 0, [99, 98]), epoch="0-old")
+        scheduler.say(delivery(attachment_id, 0, [99, 98]), epoch="0-old")
         scheduler.commit(request_id, tokens(0, 3), Kind.KIND_LENGTH)
 
         assert ids_of(await rest(call)) == tokens(0, 3)
@@ -370,12 +371,13 @@ class TestDeliveries:
         self, running: Running, scheduler: FakeScheduler
     ) -> None:
         call = running.stub.GenerateStream(HELLO)
-        request_id = await scheduler.submitted()
+        await scheduler.submitted()
+        attachment_id = scheduler.all_heard("submit")[0].attachment_id
         await call.read()
-        scheduler.say(delivery(request_id, 0, tokens(0, 3)))
-        scheduler.say(delivery(request_id, 0, tokens(0, 2)))
-        scheduler.say(delivery(request_id, 1, tokens(1, 5)))
-        scheduler.say(delivery(request_id, 5, [], end=link_pb2.RequestEnd(kind=Kind.KIND_STOP)))
+        scheduler.say(delivery(attachment_id, 0, tokens(0, 3)))
+        scheduler.say(delivery(attachment_id, 0, tokens(0, 2)))
+        scheduler.say(delivery(attachment_id, 1, tokens(1, 5)))
+        scheduler.say(delivery(attachment_id, 5, [], end=link_pb2.RequestEnd(kind=Kind.KIND_STOP)))
 
         assert ids_of(await rest(call)) == tokens(0, 5)
 
@@ -391,11 +393,10 @@ class TestDeliveries:
         assert attach.from_token == 2
         assert ids_of(events + await rest(call)) == tokens(0, 7)
 
-    async def test_of_requests_that_nobody_waits_for_are_ignored(
+    async def test_of_attachments_that_nobody_waits_for_are_ignored(
         self, running: Running, scheduler: FakeScheduler
     ) -> None:
-        scheduler.say(delivery("s0.nobody", 0, [70]))
-        scheduler.say(delivery("s0.nobody", 0, [70], attachment_id="unknown"))
+        scheduler.say(delivery("unknown", 0, [70]))
         call = running.stub.Generate(HELLO)
         scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_LENGTH)
 

@@ -79,7 +79,7 @@ class Driven:
 
     def delivery(self, count: int, *, ends: bool = False) -> list[link_pb2.GatewayMessage]:
         delivery = link_pb2.Delivery(
-            request_id="s0.a", first_token=self.stream.next_token, token_ids=range(count)
+            attachment_id="g/1", first_token=self.stream.next_token, token_ids=range(count)
         )
         if ends:
             delivery.end.kind = link_pb2.RequestEnd.KIND_STOP

@@ -61,7 +61,7 @@ class AnyDelivery(RuleBasedStateMachine):
             plain = in_columns(("g/0", 3, [5]), ("g/1", first, TOKENS[first:last]))
             self.questions += self.streams.on_plain_deliveries(plain, self.now)
             return
-        delivery = link_pb2.Delivery(request_id="s0.a", first_token=first, token_ids=TOKENS[first:last])
+        delivery = link_pb2.Delivery(attachment_id="g/1", first_token=first, token_ids=TOKENS[first:last])
         if last == LENGTH:
             delivery.end.kind = link_pb2.RequestEnd.KIND_LENGTH
         self.questions += self.streams.on_delivery(delivery, self.now)
@@ -137,7 +137,6 @@ class AnyDelivery(RuleBasedStateMachine):
         assert self.ended
         assert self.streams.close(self.stream) == []
         assert len(self.streams) == 0
-        assert not self.streams._by_request
         assert not self.streams._submissions
         assert not self.streams._attaches
         assert not self.streams._retries
@@ -183,7 +182,7 @@ def test_only_the_newest_attach_of_a_stream_counts() -> None:
 def test_a_stream_that_is_over_asks_for_nothing() -> None:
     streams, stream = accepted_streams()
     end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_STOP)
-    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", end=end), 1.0)
+    streams.on_delivery(link_pb2.Delivery(attachment_id="g/1", end=end), 1.0)
 
     assert streams.reconnected(2.0) == []
     assert streams.close(stream) == []
@@ -192,7 +191,7 @@ def test_a_stream_that_is_over_asks_for_nothing() -> None:
 def test_a_paused_stream_is_attached_again_and_still_reads_at_its_own_pace() -> None:
     """A leader ends requests that no client is attached to, also if the client is only slow."""
     streams, stream = accepted_streams()
-    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", token_ids=TOKENS), 1.0)
+    streams.on_delivery(link_pb2.Delivery(attachment_id="g/1", token_ids=TOKENS), 1.0)
 
     (attach,) = streams.reconnected(2.0)
     assert (attach.attach.attachment_id, attach.attach.from_token) == ("g/1", 10)
@@ -201,7 +200,7 @@ def test_a_paused_stream_is_attached_again_and_still_reads_at_its_own_pace() -> 
         attach_id=again.attach.attach_id, result=link_pb2.AttachReply.RESULT_ATTACHED
     )
     assert streams.on_attach_reply(answer, 8.0) == []
-    rest = link_pb2.Delivery(request_id="s0.a", first_token=10, token_ids=TOKENS[10:])
+    rest = link_pb2.Delivery(attachment_id="g/1", first_token=10, token_ids=TOKENS[10:])
     assert streams.on_delivery(rest, 8.0) == []
     assert stream.paused
     batch, (attach,) = streams.take(stream, 9.0)
@@ -215,7 +214,7 @@ def test_log_probabilities_stay_with_their_tokens_in_deliveries_that_overlap() -
         logprobs = [inference_pb2.TokenLogprobs(logprob=-n) for n in range(first, last)]
         streams.on_delivery(
             link_pb2.Delivery(
-                request_id="s0.a", first_token=first, token_ids=TOKENS[first:last], logprobs=logprobs
+                attachment_id="g/1", first_token=first, token_ids=TOKENS[first:last], logprobs=logprobs
             ),
             1.0,
         )
@@ -228,7 +227,7 @@ def test_log_probabilities_stay_with_their_tokens_in_deliveries_that_overlap() -
 def test_an_end_comes_with_tokens_that_fill_the_buffer_to_the_last_place() -> None:
     streams, stream = accepted_streams()
     end = link_pb2.RequestEnd(kind=link_pb2.RequestEnd.KIND_LENGTH)
-    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", token_ids=TOKENS[:10], end=end), 1.0)
+    streams.on_delivery(link_pb2.Delivery(attachment_id="g/1", token_ids=TOKENS[:10], end=end), 1.0)
     batch, messages = streams.take(stream, 2.0)
 
     assert (batch.token_ids, batch.end, messages) == (TOKENS[:10], end, [])
@@ -308,7 +307,7 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     reply.submission.specification.cache_salt = "acme"
     reply.submission.specification.prompt_ids.extend([1, 2])
     streams.on_attach_reply(reply, 1.0)
-    streams.on_delivery(link_pb2.Delivery(request_id="s0.b", first_token=0, token_ids=[7, 8]), 1.0)
+    streams.on_delivery(link_pb2.Delivery(attachment_id="g/2", first_token=0, token_ids=[7, 8]), 1.0)
     (attach,) = streams.reconnected(2.0)
     assert not attach.attach.wants_submission
     lost = link_pb2.AttachReply(
@@ -354,7 +353,7 @@ def test_what_a_scheduler_says_of_a_resumed_request_is_within_bounds() -> None:
 
 def test_a_restored_request_whose_key_leads_elsewhere_is_lost_after_the_tokens_that_came() -> None:
     streams, stream = accepted_streams()
-    streams.on_delivery(link_pb2.Delivery(request_id="s0.a", token_ids=TOKENS[:2]), 1.0)
+    streams.on_delivery(link_pb2.Delivery(attachment_id="g/1", token_ids=TOKENS[:2]), 1.0)
     (attach,) = streams.reconnected(1.0)
     not_found = link_pb2.AttachReply(
         attach_id=attach.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
