@@ -165,7 +165,7 @@ def observe(report: Round) -> None:
     _WAITING.inc(report.waited_s)
     for change in report.residency:
         _MOVED[change.residency].inc()
-    drafted = accepted = found = found_accepted = tokens = prefilled = cached = tested = kept = 0
+    drafted = accepted = found = found_accepted = tokens = prefilled = cached = tested = 0
     for _, step in report.progress:
         drafted += step.drafted
         accepted += step.accepted
@@ -175,19 +175,15 @@ def observe(report: Round) -> None:
         tokens += len(step.tokens)
         prefilled += step.prefilled
         cached += step.cached
-        for at, (was_tested, was_accepted) in enumerate(
-            zip(step.tested_by_position, step.accepted_by_position, strict=True)
-        ):
-            place = min(at, MOST_POSITIONS - 1)
-            _TESTED_AT[place].inc(was_tested)
-            _ACCEPTED_AT[place].inc(was_accepted)
-            tested += was_tested
-            kept += was_accepted
+        tested += step.tested
+        for counters, count in ((_TESTED_AT, step.tested), (_ACCEPTED_AT, step.accepted)):
+            for at in range(count):
+                counters[min(at, MOST_POSITIONS - 1)].inc()
         if step.finish is not None:
             ENDS.labels(step.finish.value).inc()
     GENERATED.inc(tokens)
     if tested:
-        if _watch.observe(tested, kept):
+        if _watch.observe(tested, accepted):
             COLLAPSES.inc()
             log.warning(
                 "the target accepts next to nothing of what is proposed", ratio=round(_watch.ratio, 3)

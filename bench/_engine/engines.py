@@ -101,8 +101,8 @@ class Ours:
             drafting.append((len(running), sum(step.drafted for step in result.requests)))
             for step in result.requests:
                 outputs[step.request_id].extend(step.tokens)
-                accepted += sum(step.accepted_by_position)
-                tested += len(step.tested_by_position)
+                accepted += step.accepted
+                tested += step.tested
                 if step.finish is not None:
                     if step.error is not None:
                         raise RuntimeError(step.error)

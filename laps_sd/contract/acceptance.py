@@ -1,9 +1,8 @@
-"""How much speculation gained, as vLLM counts it, and the verdicts on draft tokens by position."""
+"""How many draft tokens are accepted, and how much speculation gained, as vLLM counts it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 
 def mean_acceptance_length(accepted: int, drafts: int) -> float:
@@ -26,11 +25,3 @@ def accepted_of(draft_tokens: Sequence[int], chosen: Sequence[int]) -> int:
     while accepted < limit and draft_tokens[accepted] == chosen[accepted]:
         accepted += 1
     return accepted
-
-
-@cache
-def by_position(accepted: int, drafted: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of compared and of accepted draft tokens, position by position, of a draft of
-    `drafted` tokens whose first `accepted` ones are accepted: the token after these is compared too.
-    """
-    return (1,) * min(accepted + 1, drafted), ((1,) * accepted + (0,))[:drafted]

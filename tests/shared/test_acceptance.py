@@ -1,10 +1,10 @@
-"""The mean acceptance length is vLLM's: a round without a draft does not count. Verdicts by position."""
+"""The mean acceptance length is vLLM's: a round without a draft does not count."""
 
 from __future__ import annotations
 
 import pytest
 
-from laps_sd.contract.acceptance import by_position, mean_acceptance_length
+from laps_sd.contract.acceptance import mean_acceptance_length
 
 
 @pytest.mark.parametrize(
@@ -14,18 +14,3 @@ def test_it_is_one_more_than_the_accepted_tokens_of_a_draft(
     accepted: int, drafts: int, length: float
 ) -> None:
     assert mean_acceptance_length(accepted, drafts) == length
-
-
-@pytest.mark.parametrize(
-    ("accepted", "drafted", "compared", "good"),
-    [
-        (0, 0, (), ()),
-        (0, 3, (1,), (0,)),
-        (2, 4, (1, 1, 1), (1, 1, 0)),
-        (3, 3, (1, 1, 1), (1, 1, 1)),
-    ],
-)
-def test_the_token_after_the_accepted_ones_is_compared_too(
-    accepted: int, drafted: int, compared: tuple[int, ...], good: tuple[int, ...]
-) -> None:
-    assert by_position(accepted, drafted) == (compared, good)

@@ -94,28 +94,18 @@ def test_the_same_rounds_give_the_same_text(
     assert texts == expected
 
 
-def test_draft_tokens_are_counted_by_place_and_many_are_accepted(
+def test_many_draft_tokens_are_accepted(
     one_core: OneCore, record_property: Callable[[str, object], None]
 ) -> None:
     prompts = demo_workload(COUNT, seed=0).ids
     specs = [Specification(f"r{at}", tuple(ids), (), Sampling(), 48) for at, ids in enumerate(prompts)]
     _, _, reports = finish_all(one_core.engine(slots=COUNT), specs)
-    tested, accepted = (
-        [sum(one[place] for one in counts if len(one) > place) for place in range(DRAFT_LEN)]
-        for counts in (
-            [report.tested_by_position for report in reports],
-            [report.accepted_by_position for report in reports],
-        )
-    )
-    record_property("tested", tested)
+    drafts = sum(report.drafted > 0 for report in reports)
+    accepted = [sum(report.accepted > place for report in reports) for place in range(DRAFT_LEN)]
+    record_property("drafts", drafts)
     record_property("accepted", accepted)
 
-    assert tested[0] == sum(report.drafted > 0 for report in reports)
-    assert all(after <= before for after, before in zip(tested[1:], accepted, strict=False)), (
-        tested,
-        accepted,
-    )
-    assert accepted[0] > 0.3 * tested[0]
+    assert accepted[0] > 0.3 * drafts
     assert accepted[1] > 0
 
 

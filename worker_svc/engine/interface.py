@@ -246,10 +246,6 @@ class RequestRound(NamedTuple):
     tokens: tuple[int, ...]  # new output tokens; empty while its context is still being prefilled
     drafted: int  # tokens proposed
     accepted: int  # of these, the prefix that equals the target's choice, before cutting at an end
-    # [i] = 1 if the i-th draft token was compared (all before it were accepted).
-    tested_by_position: tuple[int, ...] = ()
-    # [i] = 1 if the i-th draft token was accepted; same length as tested_by_position.
-    accepted_by_position: tuple[int, ...] = ()
     prefilled: int = 0  # context tokens computed for it this round: prompt, or recompute after an eviction
     # Prompt tokens that needed no computing because KV of the same start was there: another request's, or its
     # own.
@@ -265,6 +261,11 @@ class RequestRound(NamedTuple):
     looked_up: bool = False
     # With the first output token, if the request wants them: of its whole prompt.
     prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def tested(self) -> int:
+        """Return how many of the draft tokens were compared: those up to the first that is not accepted."""
+        return 0 if self.error else min(self.accepted + 1, self.drafted)
 
 
 @dataclass(frozen=True, slots=True)

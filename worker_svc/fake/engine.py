@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from laps_sd.contract.round_time import prefill_time_s
 from worker_svc.engine.cache.blocks import BlockAllocator
@@ -428,7 +427,6 @@ class FakeEngine:
             request.digest, request.spec.sampling.seed, request.acceptance, position + accepted
         ):
             accepted += 1
-        tested_by_position, accepted_by_position = by_position(accepted, draft_len)
         block: list[int] = []
         restrictions = request.restrictions
         before = [] if restrictions is None else request.output[max(0, position - restrictions.reach) :]
@@ -452,8 +450,6 @@ class FakeEngine:
             tokens=tuple(block[: end.tokens]),
             drafted=draft_len,
             accepted=accepted,
-            tested_by_position=tested_by_position,
-            accepted_by_position=accepted_by_position,
             prefilled=chunk,
             cached=cached,
             finish=end.finish,

@@ -6,9 +6,10 @@ import socket
 
 import pytest
 
+from laps_sd.contract.ends import End
 from laps_sd.service.config import ConfigError, load
 from worker_svc.engine.interface import RequestRound, RoundResult
-from worker_svc.metrics import ACCEPTED_BY, CACHED, DRAFTED_BY, PREFILLED, observe
+from worker_svc.metrics import ACCEPTED_AT, ACCEPTED_BY, CACHED, DRAFTED_BY, PREFILLED, TESTED_AT, observe
 from worker_svc.runner.messages import Round
 from worker_svc.settings import WorkerSettings
 from worker_svc.vllm_arguments import arguments_of
@@ -114,3 +115,21 @@ def test_draft_tokens_are_counted_by_source() -> None:
     )
     observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0))
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [4, 3, 1, 2]
+
+
+def test_draft_tokens_are_counted_by_position_up_to_the_first_that_is_not_accepted() -> None:
+    def counted() -> list[float]:
+        return [
+            metric.labels(str(place))._value.get()
+            for metric in (TESTED_AT, ACCEPTED_AT)
+            for place in (1, 2, 3, 4)
+        ]
+
+    before = counted()
+    steps = (
+        RequestRound("a", 0, (1, 2), 4, 1),
+        RequestRound("b", 0, (1, 2, 3), 2, 2),
+        RequestRound("c", 0, (), 4, 0, finish=End.ERROR, error="no output"),
+    )
+    observe(Round(1, RoundResult(steps), [(1, step) for step in steps], [], 0.0, 0.0, 0.0, 0))
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [2, 2, 0, 0, 2, 1, 0, 0]

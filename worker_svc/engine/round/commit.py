@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from laps_sd.contract.acceptance import accepted_of, by_position
+from laps_sd.contract.acceptance import accepted_of
 from laps_sd.contract.ends import End
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.draft_lengths.outlook import OutputLengths
@@ -48,7 +48,6 @@ class Commit:
             )
         del block[end.tokens :]
         drafted = len(request.draft_tokens)
-        tested_by_position, accepted_by_position = by_position(accepted, drafted)
         sequence.tokens.extend(block)
         sequence.target.length = len(sequence.tokens) - 1
         self._prefill.remember(sequence)
@@ -61,7 +60,7 @@ class Commit:
         if request.found is not None:
             lengths.found.observe(sequence.found, request.found, block)
         if not request.chunk and (request.catch_up or not drafted):
-            lengths.observe_acceptance(sequence.acceptance, accepted, len(tested_by_position))
+            lengths.observe_acceptance(sequence.acceptance, accepted, min(accepted + 1, drafted))
         of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if end.finish is not None:
             sequence.finished = True
@@ -73,8 +72,6 @@ class Commit:
             tokens=tuple(block),
             drafted=drafted,
             accepted=accepted,
-            tested_by_position=tested_by_position,
-            accepted_by_position=accepted_by_position,
             prefilled=request.chunk,
             cached=cached,
             finish=end.finish,

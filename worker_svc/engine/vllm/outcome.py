@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import Request, RequestStatus
 
-from laps_sd.contract.acceptance import by_position
 from laps_sd.contract.ends import End
 from laps_vllm.pausing import Row
 from worker_svc.engine.interface import PromptLogprobs, RequestRound, TokenLogprobs
@@ -50,7 +49,6 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
         known.prompt_logprobs = _prompt_logprobs(known, step.prompt_logprobs)
     drafted = row.drafted if row else 0
     accepted = row.accepted if row else 0
-    tested_by_position, accepted_by_position = by_position(accepted, drafted)
     tokens = list(request.output_token_ids[known.taken :])
     finish = _ENDS.get(request.status, End.ERROR) if request.is_finished() else None
     problem = _problem(known, request, step, finish)
@@ -67,7 +65,6 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
     if problem:
         of_prompt = None
         tokens, accepted, finish = [], 0, End.ERROR
-        tested_by_position, accepted_by_position = (), ()
     known.output += tokens
     known.taken += len(tokens)
     if known.output:
@@ -78,8 +75,6 @@ def report(known: Known, request: Request, step: Step) -> RequestRound:
         tokens=tuple(tokens),
         drafted=drafted,
         accepted=accepted,
-        tested_by_position=tested_by_position,
-        accepted_by_position=accepted_by_position,
         prefilled=row.computed if row and not step.decoded else 0,
         cached=min(step.found_cached, len(known.spec.prompt_ids)),
         finish=finish,
