@@ -97,7 +97,7 @@ class Run:
             environment |= VLLM_ENVIRONMENT
         stack = LocalStack(
             engine=options.engine, worker_python=options.vllm, workers=options.workers, gateways=2, schedulers=2, slots=options.slots,
-            log_style="console", environment=environment, front=self.front,
+            environment=environment, front=self.front,
         )  # fmt: skip
         progress(
             f"starting 2 gateways, 2 schedulers, {options.workers} workers ({options.engine}) and the record"

@@ -44,8 +44,6 @@ class StackOptions:
     target: Path | None = None
     """Model directories; None: the shipped demo pair."""
     draft: Path | None = None
-    tokenizer_dir: Path | None = None
-    """Directory of the tokenizer; None: the target's directory."""
     context_tokens: int | None = None
     """Most tokens of prompt and output of one request, in gateway and workers alike.
 
@@ -67,7 +65,6 @@ class StackOptions:
     `stop` kills components that take much longer (STOP_S), `terminate` waits.
     """
     log_level: str = "info"
-    log_style: Literal["json", "console"] = "console"
     keep_logs: bool = False
     """Whether the logs stay in the stack's folder after its end; nothing else does."""
     tls: Tls | None = None
@@ -85,16 +82,8 @@ def with_local_models(options: StackOptions) -> StackOptions:
     """
     if options.target is None or options.engine not in ("auto", "vllm"):
         return options
-
-    def found(named: Path | None, *, weights: bool = True) -> Path | None:
-        return None if named is None else local_model(named, weights=weights)
-
-    return dataclasses.replace(
-        options,
-        target=found(options.target),
-        draft=found(options.draft),
-        tokenizer_dir=found(options.tokenizer_dir, weights=False),
-    )
+    draft = None if options.draft is None else local_model(options.draft)
+    return dataclasses.replace(options, target=local_model(options.target), draft=draft)
 
 
 def check_models(options: StackOptions) -> None:
@@ -116,13 +105,11 @@ def check_models(options: StackOptions) -> None:
         raise StartupError(
             f"{PREFIX}VLLM_ARGS names a model: name it as `laps-sd up MODEL`, so that the gateway has its tokenizer."
         )
-    for what in ("target", "draft", "tokenizer_dir"):
-        path: Path | None = getattr(options, what)
+    for flag, path in (("--target", options.target), ("--draft", options.draft)):
         if path is None:
             continue
-        needed = path / ("tokenizer.json" if what == "tokenizer_dir" else "config.json")
+        needed = path / "config.json"
         if not needed.is_file():
-            flag = "--" + what.replace("_", "-")
             raise StartupError(
                 f"{flag} {path} is not a model directory: {needed} does not exist."
                 if path.is_dir()

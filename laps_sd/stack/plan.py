@@ -139,7 +139,7 @@ class StackPlan:
         options = self._options
         return {
             "http_port": self.http_ports[name],
-            "tokenizer_dir": options.tokenizer_dir or options.target or demo_target_dir(),
+            "tokenizer_dir": options.target or demo_target_dir(),
             "scheduler_seeds": self._seeds(options.shard),
             "shards_file": self.dir / "shards",
         }
@@ -160,7 +160,7 @@ class StackPlan:
             "grpc_port": self.addresses[name].rpartition(":")[2],
             "metrics_port": self.metrics[name].rpartition(":")[2],
             "log_level": self._options.log_level,
-            "log_style": self._options.log_style,
+            "log_style": "console",
             "drain_s": self._options.drain_s,
         }
         if (tls := self._options.tls) is not None:

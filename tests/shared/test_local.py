@@ -137,10 +137,8 @@ def test_a_stop_lets_every_component_end_by_itself(make_stack):
 
 
 def test_a_component_that_cannot_start_is_named_with_its_last_words(make_stack, tmp_path):
-    (tmp_path / "tokenizer.json").write_text("no tokenizer")
-
     with pytest.raises(ChildDied) as caught:
-        make_stack(workers=0, tokenizer_dir=tmp_path)
+        make_stack(workers=0, environment={"LAPS_SD_API_KEYS_FILE": str(tmp_path / "keys")})
 
     message = str(caught.value)
     assert message.startswith("gateway-0 ended with exit code 1 before it was ready. Its log ends:")
