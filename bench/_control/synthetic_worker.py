@@ -35,7 +35,6 @@ from bench._control.latency import Sample, is_sampled
 from bench._control.lengths import output_length
 from laps_sd.service import wire
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS, until_first_ends
-from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
 from worker_svc.link.lists import AssignedList
@@ -320,7 +319,7 @@ class SyntheticWorker:
             ).SerializeToString(),
             position=emitted,
             # The last round may pass the end by as many tokens as were drafted.
-            end=max(1, min(length, sampling_of(specification).max_tokens - DRAFTED)),
+            end=max(1, min(length, specification.sampling.max_tokens - DRAFTED)),
             script=rng.choice(self._scripts),
             rounds=rng.randrange(SCRIPTED_ROUNDS),
             to_prefill=len(specification.prompt_ids) + emitted,

@@ -13,7 +13,6 @@ from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import MAX_BAD_WORD_TOKENS
 from laps_sd.contract.prompt_blocks import NAME_BYTES
 from laps_sd.errors import InvalidArgument
-from laps_sd.service.specifications import set_sampling
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = ["body_hash", "cache_salt", "complete"]
@@ -53,12 +52,12 @@ def complete(
     sampling.seed = (sampling.seed + choice) % 2**64
     specification = gateway_link_pb2.Specification(
         prompt_ids=prompt_ids,
+        sampling=sampling,
         drafter=request.speculation.drafter,
         cache_salt=cache_salt(request, settings, tenant),
     )
     if request.conversation:
         specification.conversation = _digest(tenant, request.conversation, size=NAME_BYTES)
-    set_sampling(specification, sampling)
     if request.output_format.WhichOneof("format"):
         specification.output_format.CopyFrom(request.output_format)
     if request.speculation.mode == SpeculationMode.MODE_OFF:

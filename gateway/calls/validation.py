@@ -32,7 +32,6 @@ from laps_sd.contract.limits import (
 )
 from laps_sd.contract.sampling import BOUNDS
 from laps_sd.errors import InvalidArgument
-from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = [
@@ -136,7 +135,7 @@ def check_whole_answer(submits: Sequence[gateway_link_pb2.Submit], most_bytes: i
     tokens = size = 0
     for submit in submits:
         spec = submit.specification
-        most_tokens = sampling_of(spec).max_tokens
+        most_tokens = spec.sampling.max_tokens
         tokens += most_tokens
         size += most_tokens * TOKEN_BYTES
         if spec.HasField("logprobs"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState, step
 from laps_sd.errors import LapsSdError
-from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
@@ -112,9 +111,7 @@ class ClientStream:
             message.submit.request_id = self.request_id
             specification = message.submit.specification
             specification.request_id = self.request_id
-            sampling = sampling_of(specification)
-            sampling.seed = self.acceptance.seed
-            set_sampling(specification, sampling)
+            specification.sampling.seed = self.acceptance.seed
             message.submit.shown_ids.extend(self.received)
             message.submit.restores = True
         return message

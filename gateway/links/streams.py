@@ -26,7 +26,7 @@ from gateway.links.client_stream import Accepted, Batch, ClientStream, Message
 from gateway.links.refusals import PASSING_REASONS, refusal_error
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
-from laps_sd.service.specifications import sampling_of, text_parameters
+from laps_sd.service.specifications import text_parameters
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
@@ -276,7 +276,7 @@ class Streams:
         stream.request_id = accepted.request_id or submit.request_id
         # A submission that was sent twice finds itself; that is not an earlier request.
         existing = accepted.attached_to_existing and stream.request_id != submit.request_id
-        sampling = sampling_of(submit.specification)
+        sampling = submit.specification.sampling
         stream.acceptance = Accepted(
             request_id=stream.request_id,
             prompt_tokens=accepted.prompt_tokens if existing else len(submit.specification.prompt_ids),

@@ -449,7 +449,7 @@ class Specification(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
-    """Fields 4 to 10 and 14 to 18: as in `sampling`; 0 is off for those from 14 on. Read by releases that do not know `sampling`."""
+    """Fields 4 to 10 and 14 to 18: not sent and not read; `sampling` has these parameters."""
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -491,9 +491,7 @@ class Specification(_message.Message):
     def output_format(self) -> _inference_pb2.OutputFormat: ...
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
-        """With the gateway's defaults filled in for max_tokens, temperature, top_p and seed; other absent fields are off. Absent: the
-        sender is of a release that writes only the fields above, and these count.
-        """
+        """With the gateway's defaults filled in for max_tokens, temperature, top_p and seed; other absent fields are off."""
 
     def __init__(
         self,
@@ -807,7 +805,7 @@ class AttachReply(_message.Message):
     @_builtins.property
     def text(self) -> _inference_pb2.SamplingParams:
         """Those sampling parameters that decide how tokens become text: min_tokens, stop_token_ids, ignore_eos,
-        include_stop_str_in_output, skip_special_tokens. Absent: the scheduler is of an earlier release, and all are at their default.
+        include_stop_str_in_output, skip_special_tokens.
         """
 
     def __init__(

@@ -6,7 +6,6 @@ import math
 
 from laps_sd.contract import length_features, limits, prompt_blocks
 from laps_sd.errors import InvalidArgument
-from laps_sd.service.specifications import sampling_of
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
@@ -26,7 +25,7 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     Raises InvalidArgument naming the field and the limit.
     """
     specification = submit.specification
-    sampling = sampling_of(specification)
+    sampling = specification.sampling
     _check_names(submit)
     for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
         if getattr(submit, name) > MAX_TIME_MS:

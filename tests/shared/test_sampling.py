@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import get_args, get_type_hints
-
-import pytest
 
 from gateway.api.open_inference import NO_PARAMETERS, TAKEN
 from gateway.api.openai.models import ChatBody, CompletionBody
@@ -13,16 +11,14 @@ from gateway.api.openai.request import read_completion
 from laps_sd.client.request import SamplingOptions, make_request
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.sampling import BOUNDS, Sampling
-from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1.gateway_link_pb2 import Specification, Submit
 from laps_sd.v1.inference_pb2 import SamplingParams, TokenIds
 from scheduler_svc.wire.gateway_messages import submission_of
-from scheduler_svc.wire.requests import accepted, new_request
+from scheduler_svc.wire.requests import new_request
 from worker_svc.link.wire import held_requests, specification
 from worker_svc.runner.messages import HeldRequest
 
 NAMES = {field.name for field in SamplingParams.DESCRIPTOR.fields}
-FLAT = [field.name for field in Specification.DESCRIPTOR.fields if field.name in NAMES]
 EVERYTHING = SamplingParams(
     max_tokens=7,
     temperature=0.5,
@@ -61,19 +57,6 @@ WITH_IDS_ONLY = SamplingParams()
 """The same without the fields that no worker gets."""
 WITH_IDS_ONLY.CopyFrom(EVERYTHING)
 WITH_IDS_ONLY.ClearField("bad_words")
-BEFORE = SamplingParams()
-"""The same without the fields that the release before does not have."""
-BEFORE.CopyFrom(EVERYTHING)
-for name in NAMES.difference(FLAT):
-    BEFORE.ClearField(name)  # type: ignore[arg-type]
-
-
-def flat(sampling: SamplingParams) -> Specification:
-    """Return a specification as the release before wrote it."""
-    one = Specification(request_id="r", prompt_ids=[1])
-    set_sampling(one, sampling)
-    one.ClearField("sampling")
-    return one
 
 
 def test_the_example_has_every_field() -> None:
@@ -116,80 +99,28 @@ def test_parameters_of_a_body_that_are_absent_stay_absent() -> None:
     assert read_completion(body).requests[0].sampling == SamplingParams(top_k=0)
 
 
-def test_both_forms_say_the_same() -> None:
-    one = Specification(temperature=9.0, stop=["old"], logit_bias={1: 1.0})
-    set_sampling(one, EVERYTHING)
-    for name in FLAT:
-        assert getattr(one, name) == getattr(EVERYTHING, name)
-    assert sampling_of(one) == EVERYTHING
-    assert sampling_of(flat(EVERYTHING)) == BEFORE
-
-
-def test_the_message_wins() -> None:
-    one = flat(EVERYTHING)
-    one.sampling.seed = 3
-    assert sampling_of(one) == SamplingParams(seed=3)
-
-
-def test_zero_is_greedy_and_no_penalty_where_the_release_before_wrote_it() -> None:
-    sampling = specification(Specification(request_id="r", prompt_ids=[1], top_p=1.0)).sampling
-    assert sampling == Sampling()
-
-
-def in_form(form: str) -> tuple[Specification, SamplingParams]:
-    """Return a specification in one of the two forms, and its parameters."""
-    if form == "flat":
-        return flat(EVERYTHING), BEFORE
-    return Specification(request_id="r", prompt_ids=[1], sampling=EVERYTHING), EVERYTHING
-
-
-@pytest.mark.parametrize("form", ["message", "flat"])
-def test_a_worker_gives_back_what_it_got(form: str) -> None:
-    wire, sampling = in_form(form)
-    engine = specification(wire)
+def test_a_worker_gives_back_what_it_got() -> None:
+    engine = specification(Specification(request_id="r", prompt_ids=[1], sampling=EVERYTHING))
     assert engine.sampling.logit_bias == ((3, 2.0), (9, -1.0))
-    if form == "message":
-        assert engine.sampling.bad_words_ids == ((4, 5), (7,))
-        assert engine.sampling.allowed_token_ids == (1, 2)
-        assert engine.stop_token_ids == (8, 6)
-        assert (engine.include_stop_str_in_output, engine.skip_special_tokens) == (True, False)
+    assert engine.sampling.bad_words_ids == ((4, 5), (7,))
+    assert engine.sampling.allowed_token_ids == (1, 2)
+    assert engine.stop_token_ids == (8, 6)
+    assert (engine.include_stop_str_in_output, engine.skip_special_tokens) == (True, False)
     for name in BOUNDS:
-        given = sampling.HasField(name)  # type: ignore[arg-type]
-        assert getattr(engine.sampling, name) == getattr(sampling if given else Sampling(), name)
+        assert getattr(engine.sampling, name) == getattr(EVERYTHING, name)
     assert (engine.max_tokens, engine.stop, engine.ignore_eos) == (7, ("a", "b"), True)
 
     held = HeldRequest(spec=engine, lease_epoch=1, residency=Residency.NONE, output_ids=(), acknowledged=0)
     (offered,) = held_requests([held])
-    back = offered.specification.sampling
-    assert {name: getattr(back, name) for name in FLAT} == {name: getattr(sampling, name) for name in FLAT}
-    if form == "message":
-        assert back == WITH_IDS_ONLY
-    offered.specification.ClearField("sampling")
-    assert sampling_of(offered.specification) == BEFORE
+    assert offered.specification.sampling == WITH_IDS_ONLY
 
 
-@pytest.mark.parametrize("form", ["message", "flat"])
-def test_the_record_has_both_forms_of_what_was_checked(form: str) -> None:
-    wire, sampling = in_form(form)
-    if form == "message":
-        wire.stop.extend(["unchecked"] * 1000)
+def test_the_record_has_what_was_checked() -> None:
+    wire = Specification(request_id="r", prompt_ids=[1], sampling=EVERYTHING)
     new = new_request(submission_of(Submit(request_id="r", specification=wire)), 0)
 
-    recorded = Specification.FromString(new.submission)
-    assert recorded.sampling == sampling
-    assert list(recorded.stop) == ["a", "b"]
+    assert Specification.FromString(new.submission).sampling == EVERYTHING
     assert (new.seed, new.max_tokens) == (2**64 - 1, 7)
-
-
-def test_a_record_of_the_release_before_is_read() -> None:
-    new = new_request(submission_of(Submit(request_id="r", specification=flat(EVERYTHING))), 0)
-    settings = Specification.FromString(new.submission)
-    settings.ClearField("sampling")
-    before = replace(new, submission=settings.SerializeToString())
-
-    read = accepted(before, 1)
-    assert read.sampling == BEFORE
-    assert read.seed == 2**64 - 1
 
 
 def test_options_of_a_client_set_the_ends_of_its_prompt() -> None:

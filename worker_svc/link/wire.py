@@ -12,7 +12,7 @@ from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
 from laps_sd.contract.sampling import LEAST_TEMPERATURE
 from laps_sd.service import ends
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
-from laps_sd.service.specifications import sampling_of, set_sampling, skips_special_tokens
+from laps_sd.service.specifications import skips_special_tokens
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb
@@ -244,7 +244,7 @@ def listed(entry: pb.AssignmentEntry) -> Listed:
 
 def specification(wire_spec: gateway_pb.Specification) -> Specification:
     """Return the engine's specification from the wire message. The engine checks it."""
-    wire_sampling = sampling_of(wire_spec)
+    wire_sampling = wire_spec.sampling
     return Specification(
         request_id=wire_spec.request_id,
         prompt_ids=tuple(wire_spec.prompt_ids),
@@ -331,10 +331,11 @@ def held_requests(requests: Sequence[HeldRequest]) -> list[pb.HeldRequest]:
 def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
     """Return the specification with all acknowledged outputs; reports bring the other ones."""
     spec = held.spec
-    wire_spec = gateway_pb.Specification(
+    return gateway_pb.Specification(
         request_id=spec.request_id,
         prompt_ids=spec.prompt_ids,
         committed_ids=held.output_ids[: held.acknowledged],
+        sampling=_wire_sampling(spec),
         max_draft_tokens=spec.max_draft_len,
         output_format=None if spec.format is None else _wire_format(spec.format),
         drafter=next(
@@ -346,5 +347,3 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
         origin=spec.origin,
         cache_salt=spec.cache_salt,
     )
-    set_sampling(wire_spec, _wire_sampling(spec))
-    return wire_spec

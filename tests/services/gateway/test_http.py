@@ -474,7 +474,7 @@ class TestWhatIsAskedFor:
             "logit_bias": {"7": -100},
         }
         call = asyncio.create_task(served.post("/v1/completions", TEXT | change))
-        found = served.scheduler.record.requests[await served.finished()].submit.specification
+        found = served.scheduler.record.requests[await served.finished()].submit.specification.sampling
         await call
 
         assert (found.frequency_penalty, found.presence_penalty) == (0.5, -0.5)

@@ -12,6 +12,7 @@ from gateway.links.stream_state import STEPS, StreamEvent, StreamState
 from gateway.links.streams import RETRY_S, Streams
 from laps_sd.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
+from laps_sd.v1.inference_pb2 import SamplingParams
 
 S, E = StreamState, StreamEvent
 Refused = link_pb2.SubmitRefused
@@ -58,7 +59,9 @@ class Driven:
     stream: ClientStream = field(init=False)
 
     def submit(self) -> None:
-        submit = link_pb2.Submit(request_id="s0.a", specification=link_pb2.Specification(seed=3))
+        submit = link_pb2.Submit(
+            request_id="s0.a", specification=link_pb2.Specification(sampling=SamplingParams(seed=3))
+        )
         self.stream, _ = self.streams.submit(submit, attachment_id="g/1", deadline=None, now=self.now)
 
     def attach(self) -> None:

@@ -148,7 +148,11 @@ TestAnyDelivery.settings = settings(max_examples=60, stateful_step_count=30, dea
 
 def accepted_streams(**changes: Any) -> tuple[Streams, Any]:
     streams = Streams(buffer_tokens=10, restore_s=5, **changes)
-    submit = link_pb2.Submit(request_id="s0.a", tenant="t", specification=link_pb2.Specification(seed=3))
+    submit = link_pb2.Submit(
+        request_id="s0.a",
+        tenant="t",
+        specification=link_pb2.Specification(sampling=inference_pb2.SamplingParams(seed=3)),
+    )
     stream, message = streams.submit(submit, attachment_id="g/1", deadline=None, now=0)
     reply = link_pb2.SubmitReply(submission_id=message.submit.submission_id)
     reply.accepted.request_id = "s0.a"

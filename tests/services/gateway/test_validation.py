@@ -330,9 +330,10 @@ def test_options_reach_the_worker(model: ModelFiles) -> None:
         request, [1, 2], settings=SETTINGS, model=model, tenant="t", fallback_seed=1
     ).specification
 
-    assert (found.min_p, found.repetition_penalty) == (0.25, 1.5)
-    assert (found.presence_penalty, found.frequency_penalty) == (0.5, -0.5)
-    assert dict(found.logit_bias) == {5: 2.0}
+    sampling = found.sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert dict(sampling.logit_bias) == {5: 2.0}
     assert found.output_format.regex == "a+"
     assert found.drafter == Speculation.DRAFTER_LOOKUP
     assert (found.logprobs, found.prompt_logprobs) == (2, 3)
