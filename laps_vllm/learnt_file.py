@@ -47,8 +47,7 @@ class LearntFile:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("it is not a mapping")
-            # Files of earlier builds have none.
-            if found.pop(DIGEST, None) not in (None, _digest(found)):
+            if found.pop(DIGEST, None) != _digest(found):
                 raise ValueError("the digest is another one")
             return Priors.from_dict(found, predictor()), f"read from {self.path}"
         except FileNotFoundError:
