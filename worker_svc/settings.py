@@ -249,9 +249,6 @@ class WorkerSettings(ServingSettings, LinkSettings):
         minimum=0.0,
     )
     fake_round_s: float = field(0.020, help="Fake engine: duration of an empty round", minimum=0.0)
-    fake_acceptance: float = field(
-        0.68, help="Fake engine: mean probability that a draft token is accepted", minimum=0.0, maximum=1.0
-    )
     fake_output_tokens: int | None = field(
         None, help="Fake engine: median output length; none: every request runs to max_tokens", minimum=1
     )

@@ -25,7 +25,6 @@ KNOWN = frozenset(
         "LAPS_SD_DTYPE",
         "LAPS_SD_ENGINE",
         "LAPS_SD_ENGINE_SILENCE_S",
-        "LAPS_SD_FAKE_ACCEPTANCE",
         "LAPS_SD_FAKE_DEADLY_SEED",
         "LAPS_SD_FAKE_OUTPUT_TOKENS",
         "LAPS_SD_FAKE_ROUND_S",
