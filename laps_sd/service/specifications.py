@@ -1,21 +1,10 @@
-"""The sampling parameters in a specification, and those that decide how tokens become text."""
+"""Sampling parameters that decide how tokens become text."""
 
 from __future__ import annotations
 
-from laps_sd.v1.gateway_link_pb2 import Specification
 from laps_sd.v1.inference_pb2 import SamplingParams
 
-__all__ = ["sampling_of", "set_sampling", "skips_special_tokens", "text_parameters"]
-
-
-def set_sampling(specification: Specification, sampling: SamplingParams) -> None:
-    """Set the sampling parameters of a specification."""
-    specification.sampling.CopyFrom(sampling)
-
-
-def sampling_of(specification: Specification) -> SamplingParams:
-    """Return the sampling parameters of a specification."""
-    return specification.sampling
+__all__ = ["skips_special_tokens", "text_parameters"]
 
 
 def skips_special_tokens(sampling: SamplingParams) -> bool:

@@ -12,7 +12,6 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from laps_sd.contract.length_features import packed, unpacked
-from laps_sd.service.specifications import sampling_of, set_sampling
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
@@ -30,9 +29,7 @@ def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
     """Return a checked submission as the record takes it."""
     submit = submission.message
     specification = submit.specification
-    sampling = sampling_of(specification)
-    # Of two forms the check read one; the record and older workers get the same in the other.
-    set_sampling(specification, sampling)
+    sampling = specification.sampling
     return NewRequest(
         request_id=submit.request_id,
         tenant=submit.tenant,
@@ -95,7 +92,7 @@ class AcceptedRequest:
     @property
     def sampling(self) -> SamplingParams:
         """Return its sampling parameters."""
-        return sampling_of(self.settings)
+        return self.settings.sampling
 
     @property
     def seed(self) -> int:
@@ -152,7 +149,7 @@ def accepted(new: NewRequest, sequence: int) -> AcceptedRequest:
 
 
 def _runs_to_limit(specification: Specification) -> bool:
-    sampling = sampling_of(specification)
+    sampling = specification.sampling
     # An output format may end before the limit.
     ends = sampling.stop or sampling.stop_token_ids or specification.HasField("output_format")
     return sampling.ignore_eos and not ends
