@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from laps_sd.contract.ends import End
 from worker_svc.engine.interface import Sampling, Specification
-from worker_svc.engine.sampling.stopping import Cut, StopText, cut
+from worker_svc.engine.sampling.stopping import Cut, Decode, StopText, cut
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n"
 EOS = frozenset({99})
@@ -123,6 +124,63 @@ def test_blocks_do_not_matter(text: str, stop: list[str], sizes: list[int]) -> N
         found = None if at is None else (done + at[0], at[1])
         done += size
     assert found == expected
+
+
+@pytest.fixture(scope="module")
+def runs() -> Decode:
+    """Return a decoder in the manner of SentencePiece: token i is the byte i, and a run of byte tokens is text only
+    if all of it is. Token 256 reads " x".
+    """
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁x": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return lambda ids: str(tokenizer.decode(list(ids)))
+
+
+@given(
+    text=st.text("a\né😀你", max_size=30),
+    stop=st.lists(st.text("a\né😀你", min_size=1, max_size=5), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 7), min_size=120, max_size=120),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_run_of_byte_tokens_ends_where_its_text_does(
+    runs: Decode, text: str, stop: list[str], sizes: list[int]
+) -> None:
+    octets, expected = text.encode(), None
+    for length in range(1, len(octets) + 1):
+        seen = octets[:length].decode(errors="ignore")
+        begins = [seen.find(s) for s in stop if s in seen]
+        if begins:
+            expected = (length, len(seen) - min(begins))
+            break
+    found, done = None, 0
+    for size in sizes:
+        if done >= len(octets) or found:
+            break
+        at = StopText(stop, runs).find([*octets[:done]], [*octets[done : done + size]])
+        found = None if at is None else (done + at[0], at[1])
+        done += size
+    assert found == expected
+
+
+def test_bytes_that_are_no_text_do_not_hide_a_stop_string_before_them(runs: Decode) -> None:
+    """Token by token it is found before they come."""
+    character = [*"你".encode()]
+    assert StopText(("你",), runs).find([256], [*character, 0xE5, 256]) == (3, 1)
+    assert StopText(("你",), runs).find([256], [*character, *[0x80] * 5]) == (3, 1)
+
+
+def test_of_bytes_that_are_no_text_little_is_decoded(runs: Decode) -> None:
+    seen = []
+
+    def watch(tokens: Sequence[int]) -> str:
+        seen.append(len(tokens))
+        return runs(tokens)
+
+    StopText(("stop",), watch).find([0x80] * 5000, [0x80] * 6)
+    assert max(seen) <= 120
 
 
 @pytest.mark.parametrize("length", [10, 200])

@@ -7,7 +7,8 @@ strings, unless it stays in the text. Stop strings that the first `min_tokens` t
 
 Stop strings are found in text, so the tail of the output is decoded again each round. Only the tail: a stop
 string that is completed by new tokens reaches back at most its own length in characters, and a token is at
-least one byte of text or none.
+least one byte of text or none. Decoders in the manner of SentencePiece make text of a run of byte tokens only if all of
+it is text. So the tail begins with a whole character, and an unfinished one at its end does not hide those before it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from worker_svc.engine.interface import Specification
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's output for the bytes of an unfinished character
+CHARACTER_BYTES = 4  # of a character, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class StopText:
         # Text that was complete before this block can hold no stop string, or the request would have ended
         # then. That of the first `min_tokens` tokens does not count.
         before = len(self._text([*tail, *block[:free]]))
-        after = self._text([*tail, *block])
-        if self._place(after, before) is None:
+        after = self._decode([*tail, *block])
+        if REPLACEMENT not in after[before:] and self._place(after, before) is None:
             return None
         for count in range(free + 1, len(block) + 1):
             text = self._text([*tail, *block[:count]])
@@ -81,16 +83,35 @@ class StopText:
         return min(found, default=None)
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._decode(ids).rstrip(REPLACEMENT) if ids else ""
+        """Return the text of tokens up to their last whole character."""
+        if not ids:
+            return ""
+        text = self._decode(ids)
+        if not text.endswith(REPLACEMENT):
+            return text
+        shorter = (self._decode(ids[: len(ids) - cut]) for cut in range(1, CHARACTER_BYTES))
+        return max((one.rstrip(REPLACEMENT) for one in (text, *shorter)), key=len)
 
     def _tail_start(self, output: Sequence[int]) -> int:
         """Return the first output token of the tail: enough text for the longest stop string, plus a margin
         for partial characters.
         """
-        count = self._longest + 8
-        while count < len(output) and len(self._decode(output[-count:])) < self._longest + 8:
+        count = needed = self._longest + 8
+        while count < len(output):
+            start = self._whole_from(output, len(output) - count)
+            tail = output[start:]
+            if len(self._text(tail)) >= needed or len(self._decode(tail)) >= CHARACTER_BYTES * needed:
+                return start
             count *= 2
-        return max(0, len(output) - count)
+        return 0
+
+    def _whole_from(self, output: Sequence[int], start: int) -> int:
+        """Return the last token up to `start` from which on, for all that is known, characters are whole."""
+        for first in range(start, max(-1, start - CHARACTER_BYTES), -1):
+            ends = range(first + 1, first + 1 + CHARACTER_BYTES)
+            if any(REPLACEMENT not in self._decode(output[first:end]) for end in ends):
+                return first
+        return start
 
 
 def stop_text_of(spec: Specification, decode: Decode) -> StopText | None:
