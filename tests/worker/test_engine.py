@@ -88,6 +88,34 @@ def test_swapping_out_is_refused_when_the_host_is_full(make: Make) -> None:
     assert report.tokens
 
 
+@pytest.mark.parametrize("pool", [0, 1], ids=["target", "draft"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 2 GiB"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel"),
+    ],
+)
+def test_swapping_out_is_refused_when_there_is_no_memory_for_the_copy(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch, error: Exception, pool: int
+) -> None:
+    engine = load_pair(*pair, device=device, slots=2, max_length=64, draft_len=2)
+    engine.add(spec())
+    for _ in range(2):  # the draft has its KV after the second
+        engine.round(["a"])
+    before = engine.status("a")
+
+    def fails(_: Any) -> torch.Tensor:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._pair.pools[pool], "copy_out", fails)
+        assert not engine.swap_out("a")
+    assert engine.status("a") == before
+    engine.check()
+    assert engine.round(["a"]).requests[0].prefilled == 0
+
+
 def test_eos_ends_the_text_unless_it_is_ignored(spoken_pair: tuple[Path, Path], device: str) -> None:
     """Token 1 is EOS. Of 40 seeds some meet it; their text is the beginning of the one that ignores it."""
     specs = [spec(f"r{n}", sampling=Sampling(1.2, seed=n), max_tokens=60) for n in range(40)]

@@ -173,11 +173,16 @@ class SpeculativeEngine:
     def swap_out(self, request_id: str) -> bool:
         """Move the KV of a request to host memory, the draft's only if that fits too.
 
-        Returns False, and changes nothing, if the host budget is full.
+        Returns False, and changes nothing, if the host budget is full, or there is no memory for the copy.
         """
         sequence = self._get(request_id)
         room = self.options.host_bytes - sum(other.swapped_bytes for other in self._sequences.values())
-        return self._pair.swap_out(sequence, room)
+        try:
+            return self._pair.swap_out(sequence, room)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
     def evict(self, request_id: str) -> None:
         """Discard the KV of a request; its tokens stay known."""
@@ -296,7 +301,9 @@ class SpeculativeEngine:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True for a shortage of memory, which the CPU's allocator reports in its message only."""
+    """Return True for a shortage of memory, which the allocators of the CPU and of pinned memory report in their
+    messages only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "t allocate memory" in str(error)
+        isinstance(error, RuntimeError)
+        and any(words in str(error) for words in ("t allocate memory", "CUDA error: out of memory"))
     )

@@ -400,7 +400,8 @@ class Engine(Protocol):
     def swap_out(self, request_id: str) -> bool:
         """Move the KV of a request to host memory, the target's at least.
 
-        Returns False (and changes nothing) if the host budget is full; True if nothing was on the device.
+        Returns False (and changes nothing) if the host budget is full or memory is short; True if nothing was
+        on the device.
         """
         ...
 
