@@ -112,3 +112,30 @@ def test_a_top_k_that_is_too_great_for_the_kernels_does_no_harm() -> None:
     """Its choice means nothing, but it is a token."""
     by_kernels, _ = chosen_by_both(normal(4, 5000, 1), [Sampling(1.0, top_k=4999)] * 4, 5000)
     assert all(0 <= token < 5000 for token in by_kernels)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [Sampling(1.0, top_k=250, seed=3)],
+        [Sampling(1.0, top_k=250, seed=3), Sampling(1.0, seed=4), Sampling(1.0, top_k=200, seed=5)],
+        [Sampling(1.0, top_p=1 - 1e-9, seed=3)],
+        [Sampling(1.0, top_p=1 - 1e-9, seed=3), Sampling(1.0, seed=4)],
+    ],
+)
+def test_a_restriction_that_restricts_nothing_needs_no_other_noise(settings: list[Sampling]) -> None:
+    """A draft may have fewer tokens than top_k keeps of the target's; 1 - 1e-9 is 1 in single precision."""
+    rows, wide, narrow = rows_for(settings, 300, CPU), 300, 200
+    keys = [counter.row_key(one.seed, at) for at, one in enumerate(settings)]
+    noise = Noise(wide).gumbel(keys)
+    only_free = torch.full_like(noise, torch.inf)
+    only_free[list(rows.free)] = noise[list(rows.free)]
+    choosing = kernels.Choosing(
+        rows.inverse_temperature,
+        rows.noisy,
+        only_free if rows.free else None,
+        kernels.Restrictions(rows.top_k, rows.top_p, rows.log_min_p, NoiseOfRows(Noise(wide), keys).keys),
+    )
+    logits = normal(len(settings), narrow, 1)
+    expected = choose_tokens(logits, rows, noise[:, :narrow]).tolist()
+    assert kernels.choose(logits, range(len(settings)), choosing) == expected

@@ -467,7 +467,8 @@ STEP void choose_rows(const float *logits, int64_t logits_row, int64_t rows, con
         if (noisy && choosing->top_k) {
             const int64_t top_k = choosing->top_k[settings];
             const float top_p = choosing->top_p[settings], log_min_p = choosing->log_min_p[settings];
-            if (top_k < choosing->vocabulary || top_p < 1.0f || log_min_p > -INFINITY) {
+            /* Of noise there are only the rows that nothing restricts among all the target's tokens, of which a draft may have fewer. */
+            if (top_k < choosing->noise_row || top_p <= 1.0f || log_min_p > -INFINITY || !choosing->noise) {
                 const Row own = {logits, choosing->vocabulary, choosing->inverse_temperature[settings], choosing->keys[at]};
                 chosen[row] = choose_restricted(&own, top_k, top_p, log_min_p);
                 continue;
