@@ -84,7 +84,7 @@ def load_engine(
         eos_ids=eos_ids,
         formats=formats,
         probe=_probe(target_path, target) if options.length_probe else None,
-        fingerprint=_fingerprint(target_path, draft_path, options),
+        fingerprint=_fingerprint(target_path, draft_path, options, eos_ids),
     )
     engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
     engine.computed_by = ComputedBy(
@@ -211,8 +211,8 @@ def _probe(target_path: Path, target: PackedModel) -> LengthProbe | None:
     return LengthProbe(fingerprint(target_path), target.shape.layers // 2, target.hidden_size)
 
 
-def _fingerprint(target: Path, draft: Path | None, options: LoadOptions) -> str:
-    """Return a hash of all that decides the text of an engine.
+def _fingerprint(target: Path, draft: Path | None, options: LoadOptions, eos_ids: frozenset[int]) -> str:
+    """Return a hash of all that decides the text of an engine. `eos_ids` may come from generation_config.json.
 
     Determinism counts as it is set: where the setting leaves it open, machines of different kinds share a pool.
     """
@@ -221,6 +221,7 @@ def _fingerprint(target: Path, draft: Path | None, options: LoadOptions) -> str:
         NOISE_VERSION,
         options.dtype,
         str(deterministic),
+        ",".join(map(str, sorted(eos_ids))),
         fingerprint(target),
         fingerprint(draft) if draft else "-",
     ]
