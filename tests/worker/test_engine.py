@@ -28,6 +28,7 @@ from worker_svc.engine.interface import (
     Residency,
     Sampling,
 )
+from worker_svc.engine.proposers.lookup import Found
 from worker_svc.fake.engine import FakeEngine
 
 
@@ -216,6 +217,47 @@ def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], devic
     assert last["bad"].error == "the target's logits are not finite"
     assert output["bad"] == []
     assert {name: output[name] for name in "ab"} == expected
+    assert all(pool._storage.isfinite().all() for pool in engine._pair.pools)
+
+
+@pytest.mark.parametrize("drafter", [Drafter.MODEL, Drafter.LOOKUP])
+def test_a_draft_token_whose_numbers_break_ends_nothing(
+    pair: tuple[Path, Path], device: str, drafter: Drafter
+) -> None:
+    """The draft proposes a token that the target never chooses, and whose row is not a number."""
+    poisoned = VOCAB - 1
+    sampling = Sampling(0.8, seed=3, logit_bias=((poisoned, -100.0),))
+    specs = [spec(name, sampling=replace(sampling, seed=n), drafter=drafter) for n, name in enumerate("abc")]
+    expected, *_ = finish_all(load_pair(pair[0], device=device, max_length=64, draft_len=0), specs)
+    engine = load_pair(*pair, device=device, slots=3, max_length=64, draft_len=2)
+    with torch.no_grad():
+        engine._pair.target.model.get_input_embeddings().weight[poisoned] = float("nan")
+
+    def proposes(*_: Any) -> Any:
+        return Found([poisoned, poisoned], 2)
+
+    for one in specs:
+        engine.add(one)
+    if drafter is Drafter.LOOKUP:
+        for sequence in engine._sequences.values():
+            assert sequence.lookup is not None
+            sequence.lookup.look = proposes  # type: ignore[method-assign]
+    else:
+        verify = engine.rounds.verification.verify
+
+        def of_another_draft(requests: Any, *more: Any) -> None:
+            for request in requests:
+                request.draft_tokens = [poisoned for _ in request.draft_tokens]
+            verify(requests, *more)
+
+        engine.rounds.verification.verify = of_another_draft  # type: ignore[method-assign]
+    output: dict[str, list[int]] = {one.request_id: [] for one in specs}
+    while live := [name for name in output if len(output[name]) < 12]:
+        for report in engine.round(live).requests:
+            assert report.error is None
+            output[report.request_id].extend(report.tokens)
+        engine.check()
+    assert output == expected
     assert all(pool._storage.isfinite().all() for pool in engine._pair.pools)
 
 

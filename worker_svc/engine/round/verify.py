@@ -110,7 +110,7 @@ class Verification:
 
         One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So a
         request fails if its own KV is not finite; then the pools are cleaned, and each other request is run
-        alone: it fails if its logits are still not finite.
+        alone: it fails if its logits are still not finite, without draft tokens too.
         """
         target = self.pair.pools[0]
         sound: list[RoundRequest] = []
@@ -124,9 +124,20 @@ class Verification:
             if request.problem == NOT_FINITE:
                 request.problem = None
             self._clean_pools()
-            if not self._forward([request], choices, ()):
+            if not self._forward([request], choices, ()) and not self._without_draft(request, choices):
                 request.problem = NOT_FINITE
         self._clean_pools()
+
+    def _without_draft(self, request: RoundRequest, choices: Choices) -> bool:
+        """Repeat the verification of a request without draft tokens, after which the logits may have broken: the
+        target need not choose them. Returns False if that does not help, as `_forward` does."""
+        if not request.draft_tokens:
+            return False
+        request.draft_tokens, request.draft_len = [], 0
+        if request.catch_up and request.sequence.draft is not None:
+            request.sequence.draft.length = request.context
+        self._clean_pools()
+        return self._forward([request], choices, ())
 
     def _clean_pools(self) -> None:
         for pool in self.pair.pools:
