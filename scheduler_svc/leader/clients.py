@@ -314,7 +314,7 @@ class Clients:
         admitted: list[tuple[GatewaySession, Submission, NewRequest]] = []
         for session, submission in turn.submits:
             try:
-                checks.check_submission(submission.message, self._limit_tokens())
+                checks.check_submission(submission.message, self._limit_tokens(submission))
                 checks.check_attachment(submission.message)
             except InvalidArgument as error:
                 _refuse(session, submission, Refusal.INVALID, error.message)
@@ -411,12 +411,13 @@ class Clients:
             except Fenced:
                 await self._lead.confirm_lead()
 
-    def _limit_tokens(self) -> int:
+    def _limit_tokens(self, submission: Submission) -> int:
         """Return the most tokens of a request. Without a worker every request within the settings waits; with
-        workers, a request that none of them could hold would never run.
+        workers, a new request that none of them could hold would never run. One that is restored was accepted, and
+        may wait for a worker that has not come yet.
         """
         limit = self._settings.max_context_tokens
-        return min(limit, self._lead.capacity_tokens() or limit)
+        return limit if submission.restores else min(limit, self._lead.capacity_tokens() or limit)
 
     def _admitted(
         self,

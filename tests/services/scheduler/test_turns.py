@@ -703,6 +703,16 @@ async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it
     assert leader.counted("r") == 2
 
 
+async def test_a_request_is_restored_though_no_worker_that_has_come_could_hold_it(leader: Leader) -> None:
+    """Of a pool of small and large workers a small one dials first; a new request of this size is refused."""
+    await leader.turn(leader.workers[0].opens(max_length=16))
+
+    await leader.turn(leader.submits("new"), leader.submits("r", restores=True, shown_ids=[7]))
+
+    assert list(leader.loop.clients.live) == ["r"]
+    assert await leader.recorded("r") == (7,)
+
+
 async def test_a_request_survives_a_write_back_while_another_one_gets_more_time(leader: Leader) -> None:
     """The server restarts between the arrivals of a turn and the new deadline of an earlier one."""
     await leader.submit("early", idempotency_key="key", deadline_in_ms=1_000)
