@@ -47,6 +47,8 @@ MOST_TENANT_TURNS = 1024
 """Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
 RETRY_STORE_MS = 1000
 """Milliseconds after which what the record did not answer to is tried again, by gateways and here."""
+CANCEL_AGAIN_S = 0.25
+"""Seconds after which a cancel is tried again whose request may still be restored."""
 LEAST_REQUEST_TOKENS = 2
 """Tokens of the smallest request: one of its prompt, one of its output."""
 ENDS_KEPT_S = 10.0
@@ -297,9 +299,15 @@ class Clients:
         """
         live = self.live.get(cancel.request_id)
         if live is None:
-            if ended is None and checks.can_be_named(cancel.request_id):
-                return  # no answer: the gateway gives up after its own timeout
             live = (ended or {}).get(cancel.request_id)
+            if live is None and checks.can_be_named(cancel.request_id):
+                if self._may_come_back(cancel.request_id, turn.now_s):
+                    self._timers.at(
+                        turn.now_s + CANCEL_AGAIN_S, lambda later: later.departures.append((session, cancel))
+                    )
+                    return
+                if ended is None:
+                    return  # no answer: the gateway gives up after its own timeout
         if live is None or live.facts.tenant != cancel.tenant:
             session.reply(replies.cancel_reply(cancel.cancel_id, found=False, cancelled=False))
         elif live.end is not None:
@@ -610,7 +618,7 @@ class Clients:
             live = self.live.get(attach.request_id) or ended.get(attach.request_id)
             if live is None and unavailable is not None:
                 session.reply(replies.not_attached(attach.attach_id, AttachFailure.UNAVAILABLE))
-            elif live is None and turn.now_s < self.brought_back_until_s:
+            elif live is None and self._may_come_back(attach.request_id, turn.now_s):
                 session.reply(replies.not_attached(attach.attach_id, AttachFailure.NOT_FOUND_YET))
             else:
                 self._answer_attach(session, attach, live, turn.now_s)
@@ -624,6 +632,10 @@ class Clients:
                 why = "" if unavailable is None else f": {unavailable}"
                 detail = f"the request {request_id} of this key cannot be read now{why}"
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
+
+    def _may_come_back(self, request_id: str, now_s: float) -> bool:
+        """Return whether a request that is not led here may still be restored."""
+        return now_s < self.brought_back_until_s or request_id in self.restoring
 
     def answer_cancelled(self, turn: Turn) -> None:
         """Answer the cancels of this turn, whose ends are on the record."""

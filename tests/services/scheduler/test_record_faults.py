@@ -1150,7 +1150,7 @@ async def test_made_up_ids_are_read_together(
     """Clients choose the ids: a read for each would hold up all other requests for as long as the record
     takes, here its timeout.
     """
-    scheduler = await start_own()
+    scheduler = await start_own(reattach_grace_s=0.1)
     async with gateway(scheduler.address) as client:
         async with slow(own_valkey, operator):
             for number in range(100):

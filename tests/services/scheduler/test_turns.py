@@ -20,7 +20,7 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.leader.clients import Clients
+from scheduler_svc.leader.clients import CANCEL_AGAIN_S, Clients
 from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
@@ -115,6 +115,8 @@ class Leader:
         self.tokens: dict[str, list[int]] = {}
         """Tokens that clients have, by request."""
         self.ends: dict[str, int] = {}
+        self.answers: list[Any] = []
+        """Answers that the gateway has, in their order."""
         self.gateway = GatewaySession("g")
 
     async def turn(self, *items: Item) -> None:
@@ -122,6 +124,9 @@ class Leader:
         await self.loop._turn(items)
         while replies := self.gateway.take():
             for reply in replies:
+                kind = reply.WhichOneof("message")
+                if kind is not None and kind != "deliveries":
+                    self.answers.append(getattr(reply, kind))
                 for delivery in all_deliveries(reply):
                     request_id = delivery.attachment_id.removesuffix("-client")
                     self.tokens.setdefault(request_id, []).extend(delivery.token_ids)
@@ -701,6 +706,39 @@ async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it
     assert stored is not None
     assert stored.end is None
     assert leader.counted("r") == 2
+
+
+async def test_a_request_that_is_being_restored_is_not_said_to_be_unknown(leader: Leader) -> None:
+    """Its gateway has brought it back, the record did not answer, and the time for all others is over."""
+    leader.loop.clients.brought_back_until_s = 0.0
+    with losing_answers(leader.store):
+        await leader.turn(leader.submits("r", restores=True, shown_ids=[7]))
+    leader.answers.clear()
+    attach = gateway_pb.Attach(attach_id=1, request_id="r", tenant="t", attachment_id="other")
+
+    await leader.turn(FromGateway(leader.gateway, gateway_pb.GatewayMessage(attach=attach)))
+
+    [answer] = leader.answers
+    assert answer.result == gateway_pb.AttachReply.RESULT_NOT_FOUND_YET
+
+
+async def test_a_cancel_waits_for_a_request_that_may_still_be_brought_back(leader: Leader) -> None:
+    clients = leader.loop.clients
+    clients.brought_back_until_s = leader.now_s + 1.0
+    await leader.turn(leader.cancels("r"), leader.cancels("other"))
+    assert leader.answers == []
+
+    await leader.turn(leader.submits("r", restores=True, shown_ids=[7]))
+    leader.answers.clear()
+    leader.now_s += CANCEL_AGAIN_S
+    for _ in range(2):
+        await leader.turn()
+    assert leader.ends == {"r": gateway_pb.RequestEnd.KIND_CANCELLED}
+    assert [(answer.found, answer.cancelled) for answer in leader.answers] == [(True, True)]
+
+    leader.now_s += 1.0
+    await leader.turn()
+    assert [answer.found for answer in leader.answers] == [True, False]
 
 
 async def test_a_request_is_restored_though_no_worker_that_has_come_could_hold_it(leader: Leader) -> None:
