@@ -276,6 +276,7 @@ class Clients:
             match departure:
                 case None:
                     # Its clients may come back, through it or through another gateway.
+                    session.close("its stream has ended")
                     for attachment in list(session.attachments.values()):
                         self._detach(attachment, turn.now_s, self._settings.reattach_grace_s)
                 case Detach(attachment_id):
@@ -367,7 +368,8 @@ class Clients:
         # Afterwards: a write-back ends what the record has and this table lacks.
         for (_, _, new), result in zip(admitted, results, strict=True):
             live = self.live.get(result.request_id)
-            if live is not None and result.status is SubmitStatus.ATTACHED:
+            attached = result.status is SubmitStatus.ATTACHED
+            if live is not None and attached and not _is_out_of_time(live, turn.now_s):
                 await self._give_time(live, new.deadline_unix_ms)
 
     def _new_request(self, submission: Submission, unix_ms: int) -> NewRequest:
@@ -440,6 +442,10 @@ class Clients:
             case SubmitStatus.ACCEPTED | SubmitStatus.ATTACHED:
                 live = self.live.get(result.request_id)
                 own = result.status is SubmitStatus.ACCEPTED
+                if live is not None and not own and _is_out_of_time(live, turn.now_s):
+                    # Its end is not on the record yet, and lets the key go: then this is a new request.
+                    self._timers.at(turn.now_s, _submit_again(session, submission))
+                    return
                 if live is None and own and result.sequence > self.newest_sequence:
                     live = self._enter(turn, submission, new, result.sequence, shown, "gateway")
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
@@ -673,6 +679,18 @@ class Clients:
         self.doubtful.clear()
         if withdrawn:
             log.info("removed requests from the record that had been refused", requests=len(withdrawn))
+
+
+def _is_out_of_time(live: Live, now_s: float) -> bool:
+    return live.deadline_s is not None and live.deadline_s <= now_s
+
+
+def _submit_again(session: GatewaySession, submission: Submission) -> Callable[[Turn], None]:
+    def again(turn: Turn) -> None:
+        if not session.closed:
+            turn.submits.append((session, submission))
+
+    return again
 
 
 def _offer_again(offer: Offer) -> Callable[[Turn], None]:

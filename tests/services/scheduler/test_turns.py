@@ -751,6 +751,36 @@ async def test_a_request_is_restored_though_no_worker_that_has_come_could_hold_i
     assert await leader.recorded("r") == (7,)
 
 
+@pytest.mark.parametrize("turns_later", [0, 1])
+async def test_a_retry_that_comes_as_the_deadline_passes_is_a_new_request(
+    leader: Leader, turns_later: int
+) -> None:
+    """The end of the first attempt is due, or decided, and the record does not have it."""
+    await leader.submit("early", idempotency_key=leader.store.keys.shard, deadline_in_ms=1_000)
+    leader.now_s += 1.0
+    for _ in range(turns_later):
+        await leader.turn()
+
+    await leader.turn(leader.submits("retry", idempotency_key=leader.store.keys.shard, deadline_in_ms=9_000))
+    for _ in range(3):
+        await leader.turn()
+
+    assert leader.ends == {"early": gateway_pb.RequestEnd.KIND_DEADLINE}
+    assert list(leader.loop.clients.live) == ["retry"]
+    assert [answer.accepted.request_id for answer in leader.answers] == ["early", "retry"]
+
+
+async def test_a_retry_whose_gateway_leaves_as_the_deadline_passes_leaves_no_request(leader: Leader) -> None:
+    await leader.submit("early", idempotency_key=leader.store.keys.shard, deadline_in_ms=1_000)
+    leader.now_s += 1.0
+    await leader.turn(leader.submits("retry", idempotency_key=leader.store.keys.shard, deadline_in_ms=9_000))
+    await leader.turn(leader.loses_its_gateway())
+    for _ in range(3):
+        await leader.turn()
+
+    assert leader.loop.clients.live == {}
+
+
 async def test_a_request_survives_a_write_back_while_another_one_gets_more_time(leader: Leader) -> None:
     """The server restarts between the arrivals of a turn and the new deadline of an earlier one."""
     await leader.submit("early", idempotency_key="key", deadline_in_ms=1_000)
