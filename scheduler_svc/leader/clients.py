@@ -644,9 +644,9 @@ class Clients:
         return now_s < self.brought_back_until_s or request_id in self.restoring
 
     def answer_cancelled(self, turn: Turn) -> None:
-        """Answer the cancels of this turn, whose ends are on the record."""
+        """Answer the cancels of this turn, whose ends are on the record, or are decided again."""
         for session, cancel, live in turn.cancelled:
-            by_cancel = live.end is End.CANCELLED
+            by_cancel = live.end in (None, End.CANCELLED)
             session.reply(replies.cancel_reply(cancel.cancel_id, found=True, cancelled=by_cancel))
 
     async def _read_ended(self, request_ids: Iterable[str]) -> dict[str, Live]:

@@ -501,10 +501,8 @@ class Loop:
         if not refused:
             return
         for transition in turn.transitions:
-            if isinstance(transition, Finish) and transition.request_id in refused:
-                self._repair.events.append(
-                    EndRequested(transition.request_id, transition.end, transition.detail)
-                )
+            if transition.request_id in refused:
+                self._end_again(transition)
         turn.transitions = [one for one in turn.transitions if one.request_id not in refused]
         for request_id in refused:
             if (live := self.clients.live.get(request_id)) is not None:
@@ -521,6 +519,12 @@ class Loop:
                 turn.refused.add(transition.request_id)
                 kind = type(transition).__name__.lower()
                 await self._repair.refused(transition.request_id, kind, status, turn.now_s)
+                self._end_again(transition)
+
+    def _end_again(self, transition: Transition) -> None:
+        """Have the core end a request again of which the record does not have the end, if nothing else will."""
+        if isinstance(transition, Finish):
+            self._repair.events.append(EndRequested(transition.request_id, transition.end, transition.detail))
 
     def _carry_out(self, turn: Turn) -> None:
         """Carry out what the record need not have, or has by now."""

@@ -580,6 +580,24 @@ async def test_a_cancel_holds_though_the_record_refuses_what_was_decided_before(
     assert leader.ends == {"r": gateway_pb.RequestEnd.KIND_CANCELLED}
 
 
+async def test_an_end_holds_though_the_record_has_lost_the_request(leader: Leader) -> None:
+    """It is found when the end is written: the request is written back, and ended then."""
+    await leader.submit("cancelled")
+    await leader.submit("late", deadline_in_ms=1_000)
+    names = leader.store.keys
+    await leader.store.transport.client.delete(names.request("cancelled"), names.request("late"))
+    leader.answers.clear()
+
+    leader.now_s += 1.0
+    await leader.turn(leader.cancels("cancelled"))
+    for _ in range(3):
+        await leader.turn()
+
+    kinds = gateway_pb.RequestEnd
+    assert leader.ends == {"cancelled": kinds.KIND_CANCELLED, "late": kinds.KIND_DEADLINE}
+    assert [(answer.found, answer.cancelled) for answer in leader.answers] == [(True, True)]
+
+
 async def test_a_request_is_on_no_list_before_the_record_has_its_lease(leader: Leader) -> None:
     [worker, _] = leader.workers
     await leader.turn(worker.opens())
