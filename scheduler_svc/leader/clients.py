@@ -22,10 +22,11 @@ from scheduler_svc.leader.live import Attachment, Live, from_record, from_submis
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.sessions import GatewaySession
 from scheduler_svc.leader.tracing import RequestTraces
-from scheduler_svc.leader.turn import Timer, Timers, Turn
+from scheduler_svc.leader.turn import Restored, Timer, Timers, Turn
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitStatus
+from scheduler_svc.store.scripts import MAX_PROMPTS
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire import checks, replies, requests
 from scheduler_svc.wire.gateway_messages import (
@@ -37,7 +38,6 @@ from scheduler_svc.wire.gateway_messages import (
     from_gateway,
 )
 from scheduler_svc.wire.replies import AttachFailure, Refusal, Refused
-from scheduler_svc.wire.requests import Offer
 
 log = get_logger(__name__)
 
@@ -65,15 +65,6 @@ class RecentEnd:
     at_s: float
     live: Live
     commit: Commit
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A request that a gateway or a worker has brought back, for the record, with the tokens that were shown of it."""
-
-    submission: Submission
-    new: NewRequest
-    shown: Shown
 
 
 class ShardLead(Protocol):
@@ -124,8 +115,9 @@ class Clients:
         the same.
         """
         self.restoring: set[str] = set()
-        """Ids of requests that are being submitted, and of those that a gateway or a worker has brought back while the
-        record did not answer, and that it may hold all the same. They come again, or are written without their gateway.
+        """Ids of requests that are being submitted, and of those that a gateway or a worker has brought back and that are not
+        led yet: the record did not answer, and may hold them all the same, or it had no room. They come again, or are
+        written without their gateway.
         """
         self._settings = settings
         self._store = store
@@ -358,7 +350,7 @@ class Clients:
             for session, submission, new in admitted:
                 if new.request_id not in self.live:
                     if new.request_id in shown:
-                        self._restore_later(turn, Restored(submission, new, shown[new.request_id]))
+                        self._restore_later(turn, Restored("gateway", submission, new, shown[new.request_id]))
                     else:
                         self.doubtful.add(new.request_id)
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
@@ -506,9 +498,8 @@ class Clients:
         metrics.WRITTEN_BACK.labels(source).inc()
         return live
 
-    async def take_offers(self, turn: Turn) -> None:
-        """Write requests that workers hold, and that a record emptied under an earlier leader has lost, to
-        the record again.
+    def take_offers(self, turn: Turn) -> None:
+        """Have requests restored that workers hold, and that a record emptied under an earlier leader has lost.
 
         The worker that holds one drops it, and generation resumes after the acknowledged outputs; its gateway
         attaches by itself.
@@ -535,57 +526,72 @@ class Clients:
                 continue
             new = self._new_request(submission, unix_ms)
             shown = Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
-            await self._restore(turn, Restored(submission, new, shown), "worker", _offer_again(offer))
+            self.restoring.add(new.request_id)
+            turn.restores.append(Restored("worker", submission, new, shown))
 
-    async def _restore(
-        self, turn: Turn, restored: Restored, source: str, again: Callable[[Turn], None]
-    ) -> None:
-        """Lead a request that no client waits for yet, if the record has lost it. `again` runs a little later if this
-        has to be tried again. Raises Fenced.
+    async def restore(self, turn: Turn) -> None:
+        """Write requests again that were brought back and that no client waits for yet, and lead those that the record
+        has lost. Raises Fenced.
         """
-        try:
-            settled = await self._try_restore(turn, restored, source)
-        except StoreUnavailable as error:
-            self._outage.began(error)
-            settled = False
-        if not settled:
-            self.restoring.add(restored.new.request_id)
-            self._timers.at(turn.now_s + RETRY_STORE_MS / 1000, again)
+        lost: dict[str, Restored] = {}
+        for restored in sorted(turn.restores, key=lambda one: len(one.shown.token_ids)):
+            request_id, live = restored.new.request_id, self.live.get(restored.new.request_id)
+            if live is not None:  # its gateway or another worker has brought it back since
+                if len(restored.shown.token_ids) > len(live.committed):
+                    turn.seen_further.append((live, tuple(restored.shown.token_ids)))
+            elif request_id in self.restoring:  # otherwise it has ended since
+                lost[request_id] = restored  # of several, the one with the most outputs
+        waiting = list(lost.values())
+        for start in range(0, len(waiting), MAX_PROMPTS):
+            some = waiting[start : start + MAX_PROMPTS]
+            try:
+                again = await self._try_restore(turn, some)
+            except StoreUnavailable as error:
+                self._outage.began(error)
+                again = waiting[start:]
+            for restored in again:
+                self._restore_after(turn.now_s + RETRY_STORE_MS / 1000, restored)
+            if len(again) > len(some):
+                return
 
-    async def _try_restore(self, turn: Turn, restored: Restored, source: str) -> bool:
-        """Return False if it has to be tried again: an earlier attempt is on the record, older than other requests,
-        and goes first. Raises Fenced, StoreUnavailable.
+    async def _try_restore(self, turn: Turn, some: Sequence[Restored]) -> list[Restored]:
+        """Return those that have to be tried again: the queue has no room, or an earlier attempt is on the record, older
+        than other requests, and goes first. Raises Fenced, StoreUnavailable.
         """
-        submission, new, shown = restored.submission, restored.new, restored.shown
-        [result] = await self._submit([new], {new.request_id: shown})
-        if result.status is not SubmitStatus.ACCEPTED or new.request_id in self.live:
-            return True
-        if result.sequence > self.newest_sequence:
-            live = self._enter(turn, submission, new, result.sequence, shown, source)
-            self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
-            return True
-        if await self._read_ended([new.request_id]):
-            return True
-        self.doubtful.add(new.request_id)
-        return False
+        results = await self._submit(
+            [restored.new for restored in some],
+            {restored.new.request_id: restored.shown for restored in some},
+        )
+        again: list[Restored] = []
+        older: list[Restored] = []
+        for restored, result in zip(some, results, strict=True):
+            if result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
+                again.append(restored)
+            elif result.status is not SubmitStatus.ACCEPTED or restored.new.request_id in self.live:
+                continue
+            elif result.sequence > self.newest_sequence:
+                live = self._enter(
+                    turn, restored.submission, restored.new, result.sequence, restored.shown, restored.source
+                )
+                self.start_grace(live, turn.now_s, self._settings.reattach_grace_s)
+            else:
+                older.append(restored)
+        ended = await self._read_ended([restored.new.request_id for restored in older])
+        older = [restored for restored in older if restored.new.request_id not in ended]
+        self.doubtful.update(restored.new.request_id for restored in older)
+        return again + older
 
     def _restore_later(self, turn: Turn, restored: Restored) -> None:
         """Note that the record did not answer to a request that a gateway has brought back. If the gateway does not
         bring it again in time, it is written without it: the record may hold it, and only a request that is led
         ever ends.
         """
-        request_id = restored.new.request_id
+        if restored.new.request_id not in self.restoring:
+            self._restore_after(turn.now_s + self._settings.reattach_grace_s, restored)
 
-        async def restore(turn: Turn) -> None:
-            if request_id in self.restoring:
-                await self._restore(turn, restored, "gateway", again)
-
-        def again(turn: Turn) -> None:
-            turn.restores.append(restore)
-
-        if request_id not in self.restoring:
-            self.restoring.add(request_id)
-            self._timers.at(turn.now_s + self._settings.reattach_grace_s, again)
+    def _restore_after(self, when_s: float, restored: Restored) -> None:
+        self.restoring.add(restored.new.request_id)
+        self._timers.at(when_s, lambda turn: turn.restores.append(restored))
 
     def _answer_attach(
         self, session: GatewaySession, attach: Attach, live: Live | None, now_s: float
@@ -691,10 +697,6 @@ def _submit_again(session: GatewaySession, submission: Submission) -> Callable[[
             turn.submits.append((session, submission))
 
     return again
-
-
-def _offer_again(offer: Offer) -> Callable[[Turn], None]:
-    return lambda turn: turn.offers.append(offer)
 
 
 def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token: int) -> None:

@@ -315,9 +315,9 @@ class Loop:
         if turn.submits:
             await self.clients.admit(turn)
         if turn.offers:
-            await self.clients.take_offers(turn)
-        for restore in turn.restores:
-            await restore(turn)
+            self.clients.take_offers(turn)
+        if turn.restores:
+            await self.clients.restore(turn)
         for live, shown in turn.seen_further:
             await self._repair.continue_after(turn, live, shown)
         if turn.unknown_attaches or turn.unknown_submits:

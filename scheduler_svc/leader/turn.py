@@ -13,7 +13,7 @@ from scheduler_svc.core.commands import Command, Commit, Finish, Lease, Release
 from scheduler_svc.core.events import Event
 from scheduler_svc.leader.live import Live
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
-from scheduler_svc.store.records import PromptLogprobs
+from scheduler_svc.store.records import NewRequest, PromptLogprobs, Shown
 from scheduler_svc.wire.gateway_messages import Attach, Cancel, Detach, GatewayMessage, Submission
 from scheduler_svc.wire.reports import WorkerHello, WorkerMessage
 from scheduler_svc.wire.requests import Offer
@@ -93,6 +93,17 @@ Item = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A request that a gateway or a worker has brought back, for the record, with the tokens that were shown of it."""
+
+    source: str
+    """Label of a metric: gateway or worker."""
+    submission: Submission
+    new: NewRequest
+    shown: Shown
+
+
 Transition = Commit | Finish | Release | Lease
 """A command of the core for the record."""
 TRANSITIONS = (Commit, Finish, Release, Lease)
@@ -109,9 +120,9 @@ class Turn:
     """New requests, to be written to the record before the core receives them."""
     offers: list[Offer] = field(default_factory=list)
     """Requests that workers hold and that are not led here."""
-    restores: list[Callable[[Turn], Awaitable[None]]] = field(default_factory=list)
-    """Requests that gateways brought back while the record did not answer, and did not bring again: each is written and
-    led by its call.
+    restores: list[Restored] = field(default_factory=list)
+    """Requests that no client waits for yet: those that workers brought back, and those that gateways brought back while
+    the record did not answer, and did not bring again.
     """
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""

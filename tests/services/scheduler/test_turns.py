@@ -20,7 +20,7 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.leader.clients import CANCEL_AGAIN_S, Clients
+from scheduler_svc.leader.clients import CANCEL_AGAIN_S, RETRY_STORE_MS, Clients
 from scheduler_svc.leader.loop import MAX_TURN, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
@@ -43,7 +43,8 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
-from scheduler_svc.store.records import NewRequest, Shown, SubmitResult
+from scheduler_svc.store.records import Limits, NewRequest, Shown, SubmitResult
+from scheduler_svc.store.scripts import MAX_PROMPTS
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
 from tests.store.kit import keys_of, losing_answers
@@ -724,6 +725,56 @@ async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it
     assert stored is not None
     assert stored.end is None
     assert leader.counted("r") == 2
+
+
+async def test_what_workers_bring_back_waits_for_room(leader: Leader) -> None:
+    """The record and its leader are gone, and new requests have come before the worker dialled."""
+    leader.store._limits = Limits(max_requests=1)
+    await leader.turn(leader.submits("new"))
+    held = [held_by_a_worker(request_id, [7], "an earlier record") for request_id in ("r1", "r2")]
+    await leader.turn(leader.workers[0].opens(held=held))
+    assert list(leader.loop.clients.live) == ["new"]
+
+    for ending, led in (("new", "r1"), ("r1", "r2")):
+        await leader.cancel(ending)
+        leader.now_s += RETRY_STORE_MS / 1000
+        await leader.turn()
+        assert list(leader.loop.clients.live) == [led]
+        assert await leader.recorded(led) == (7,)
+
+
+async def test_a_record_that_does_not_answer_is_tried_once_a_turn_for_what_workers_bring_back(
+    leader: Leader,
+) -> None:
+    """An attempt for each would hold up the turn for as many timeouts."""
+    count = 2 * MAX_PROMPTS
+    held = [held_by_a_worker(f"r{number}", [], "an earlier record") for number in range(count)]
+    with losing_answers(leader.store) as sent:
+        await leader.turn(leader.workers[0].opens(held=held, slots=count))
+        assert len(sent) == 1
+
+    leader.now_s += RETRY_STORE_MS / 1000
+    await leader.turn()
+    assert len(leader.loop.clients.live) == count
+
+
+def held_by_a_worker(request_id: str, tokens: Sequence[int], incarnation: str) -> worker_pb.HeldRequest:
+    """Return the entry of a worker's hello for a kept request of a record with this incarnation."""
+    origin = gateway_pb.Origin(
+        submit=gateway_pb.Submit(request_id=request_id, tenant="t", model="m", keep=True),
+        written_unix_ms=1_700_000_000_000,
+        incarnation=incarnation,
+    )
+    specification = gateway_pb.Specification(
+        request_id=request_id,
+        prompt_ids=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=64, top_p=1.0),
+        committed_ids=tokens,
+        origin=origin.SerializeToString(),
+    )
+    return worker_pb.HeldRequest(
+        request_id=request_id, lease_epoch=1, emitted=len(tokens), specification=specification
+    )
 
 
 async def test_a_request_that_is_being_restored_is_not_said_to_be_unknown(leader: Leader) -> None:
