@@ -639,8 +639,8 @@ class Clients:
             if live is not None:
                 _accept(session, submission, live)
             else:
-                if unavailable is None:  # refused earlier, and written after its withdrawal
-                    self.doubtful.add(request_id)
+                if unavailable is None and request_id not in self.restoring:
+                    self.doubtful.add(request_id)  # refused earlier, and written after its withdrawal
                 why = "" if unavailable is None else f": {unavailable}"
                 detail = f"the request {request_id} of this key cannot be read now{why}"
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)

@@ -727,6 +727,20 @@ async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it
     assert leader.counted("r") == 2
 
 
+async def test_a_retry_takes_no_key_from_a_request_that_is_being_restored(leader: Leader) -> None:
+    """Its gateway has brought it back, and the record has it: only the answer was lost."""
+    key = {"idempotency_key": leader.store.keys.shard, "body_hash": b"b"}
+    with losing_answers(leader.store):
+        await leader.turn(leader.submits("r", restores=True, shown_ids=[7], **key))
+    for number in range(2):
+        await leader.turn(leader.submits(f"retry{number}", **key))
+    leader.answers.clear()
+    await leader.turn(leader.submits("r", restores=True, shown_ids=[7], **key))
+
+    assert [answer.accepted.request_id for answer in leader.answers] == ["r"]
+    assert list(leader.loop.clients.live) == ["r"]
+
+
 async def test_what_workers_bring_back_waits_for_room(leader: Leader) -> None:
     """The record and its leader are gone, and new requests have come before the worker dialled."""
     leader.store._limits = Limits(max_requests=1)
