@@ -87,7 +87,14 @@ class Chores:
         batch = Batch(self._store)
         with self._tried_again_later():
             await batch.execute()
-        await self._repair.unfoldable(batch.unfoldable, self._clock())
+        live = self._clients.live
+        # One of which a transition is decided is found lost once that is written.
+        lost = {
+            name: status
+            for name, status in batch.unfoldable.items()
+            if name in live and not live[name].settling
+        }
+        await self._repair.unfoldable(lost, self._clock())
 
     def _follow_clock_soon(self, turn: Turn) -> None:
         self._timers.at(turn.now_s + FOLLOW_CLOCK_S, self._follow_clock_soon)

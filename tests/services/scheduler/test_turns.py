@@ -21,7 +21,7 @@ from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.leader.clients import CANCEL_AGAIN_S, RETRY_STORE_MS, Clients
-from scheduler_svc.leader.loop import MAX_TURN, Loop
+from scheduler_svc.leader.loop import MAX_TURN, OBSERVE_S, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.repair import WRITE_BACK_TOGETHER
@@ -597,6 +597,31 @@ async def test_an_end_holds_though_the_record_has_lost_the_request(leader: Leade
     kinds = gateway_pb.RequestEnd
     assert leader.ends == {"cancelled": kinds.KIND_CANCELLED, "late": kinds.KIND_DEADLINE}
     assert [(answer.found, answer.cancelled) for answer in leader.answers] == [(True, True)]
+
+
+async def test_a_request_that_is_found_lost_while_its_end_is_decided_is_led_until_the_record_has_its_end(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are to be folded in the same turn, in which nothing else is written."""
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    await leader.turn(worker.reports(worker.progress("r", 0, 7)))
+    await leader.store.transport.client.delete(leader.store.keys.request("r"))
+
+    monkeypatch.setattr("scheduler_svc.store.batch.FOLD_AFTER_MS", -1000)
+    leader.now_s += OBSERVE_S
+    await leader.turn(worker.reports(worker.progress("r", 1, 8, end=STOP)))
+    for _ in range(2):
+        await leader.turn()
+    assert list(leader.loop.clients.live) == ["r"], "the record did not have it when its end was written"
+    assert leader.counted("r") == 1
+    await leader.turn(worker.reports(worker.progress("r", 1, 8, end=STOP)))
+    await leader.turn()
+
+    assert leader.ends == {"r": STOP}
+    assert leader.tokens == {"r": [7, 8]}
+    assert leader.core.explain("r", leader.now_s) is None
 
 
 async def test_a_request_is_on_no_list_before_the_record_has_its_lease(leader: Leader) -> None:
