@@ -336,11 +336,13 @@ class Clients:
             admitted.append((session, submission, new))
         if not admitted:
             return
-        # All earlier lease epochs of the request were smaller than the time in seconds.
+        # All earlier lease epochs of the request were smaller than the time in seconds. Of several streams of one request,
+        # that counts which was shown the most.
         shown = {
-            new.request_id: Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
-            for _, submission, new in admitted
-            if submission.restores
+            submission.request_id: Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
+            for submission in sorted(
+                (one for _, one, _ in admitted if one.restores), key=lambda one: len(one.shown_ids)
+            )
         }
         try:
             results = await self._submit([new for _, _, new in admitted], shown)

@@ -752,6 +752,21 @@ async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it
     assert leader.counted("r") == 2
 
 
+@pytest.mark.parametrize("lengths", [(1, 3), (3, 1)])
+async def test_of_two_streams_that_bring_a_request_back_in_one_turn_the_one_that_was_shown_more_counts(
+    leader: Leader, lengths: tuple[int, int]
+) -> None:
+    both = [leader.submits("r", restores=True, shown_ids=[7, 8, 9][:length]) for length in lengths]
+    both[1].message.submit.attachment_id = "other-client"
+
+    await leader.turn(*both)
+
+    assert await leader.recorded("r") == (7, 8, 9)
+    assert {name: len(tokens) for name, tokens in leader.tokens.items() if tokens} == {
+        name: 2 for name, length in zip(("r", "other"), lengths, strict=True) if length == 1
+    }
+
+
 async def test_a_retry_takes_no_key_from_a_request_that_is_being_restored(leader: Leader) -> None:
     """Its gateway has brought it back, and the record has it: only the answer was lost."""
     key = {"idempotency_key": leader.store.keys.shard, "body_hash": b"b"}
