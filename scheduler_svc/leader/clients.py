@@ -51,6 +51,10 @@ CANCEL_AGAIN_S = 0.25
 """Seconds after which a cancel is tried again whose request may still be restored."""
 LEAST_REQUEST_TOKENS = 2
 """Tokens of the smallest request: one of its prompt, one of its output."""
+STILL_COMING_S = 1.0
+"""Seconds without a client that comes back after which those of a lost gateway or leader have all come. To attach all
+of them may take longer than the grace.
+"""
 ENDS_KEPT_S = 10.0
 MAX_ENDS_KEPT = 10_000
 """Seconds for which ended requests are kept, and the most that are kept, for a record that loses the last of
@@ -125,6 +129,8 @@ class Clients:
         self._outage = outage
         self._lead = lead
         self._traces = traces
+        self._still_coming_until_s = 0.0
+        """Time until which clients of a lost gateway or leader are expected to come back."""
         self._turns = Turns()
         """Turns of the requests that a full queue refused."""
         self._tenant_turns: dict[str, Turns] = {}
@@ -229,12 +235,20 @@ class Clients:
         if live.request.keep or live.attachments:
             return
         live.stop_grace()
-        live.grace = self._end_at(
-            live.request_id,
-            now_s + max(live.request.grace_s, at_least_s),
-            End.CANCELLED,
-            "its client went away",
-        )
+
+        def over(turn: Turn) -> None:
+            if at_least_s and turn.now_s < self._still_coming_until_s:
+                self.start_grace(live, turn.now_s, at_least_s)
+            else:
+                turn.events.append(EndRequested(live.request_id, End.CANCELLED, "its client went away"))
+
+        live.grace = self._timers.at(now_s + max(live.request.grace_s, at_least_s), over)
+
+    def still_coming(self, now_s: float) -> None:
+        """Note that clients of a lost gateway or leader come back, or could not while the record did not answer: no grace
+        of another one ends for a moment.
+        """
+        self._still_coming_until_s = now_s + STILL_COMING_S
 
     def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> Timer:
         return self._timers.at(when_s, lambda turn: turn.events.append(EndRequested(request_id, end, detail)))
@@ -449,7 +463,7 @@ class Clients:
                     # ended since.
                     turn.unknown_submits.append((session, submission, result.request_id))
                 else:
-                    _accept(session, submission, live)
+                    self._accept(session, submission, live, turn.now_s)
             case SubmitStatus.CONFLICT:
                 _refuse(
                     session,
@@ -607,7 +621,27 @@ class Clients:
                 live.request, deadline_s=live.deadline_s, time_limit_s=live.time_limit_s, now_s=now_s
             )
         session.reply(replies.attached(attach.attach_id, live.request, submission))
-        _attach(session, live, attach.attachment_id, attach.from_token)
+        self._attach(session, live, attach.attachment_id, attach.from_token, now_s)
+
+    def _accept(self, session: GatewaySession, submission: Submission, live: Live, now_s: float) -> None:
+        existing = live.request_id != submission.request_id
+        session.reply(replies.submission_accepted(submission.submission_id, live.request, existing=existing))
+        self._attach(session, live, submission.attachment_id, len(submission.shown_ids), now_s)
+        metrics.SUBMISSIONS.labels("attached" if existing else "accepted").inc()
+
+    def _attach(
+        self, session: GatewaySession, live: Live, attachment_id: str, from_token: int, now_s: float
+    ) -> None:
+        before = live.attachments.get(attachment_id)
+        if before is not None:  # the gateway reconnected: this is the newer stream of the same client
+            before.session.forget(attachment_id)
+        if live.grace is not None:
+            self.still_coming(now_s)
+        live.stop_grace()
+        attachment = Attachment(attachment_id, session, live, from_token)
+        live.attachments[attachment_id] = attachment
+        session.attachments[attachment_id] = attachment
+        session.mark_dirty(attachment)
 
     def _detach(self, attachment: Attachment, now_s: float, at_least_s: float) -> None:
         live = attachment.live
@@ -639,7 +673,7 @@ class Clients:
         for session, submission, request_id in turn.unknown_submits:
             live = self.live.get(request_id) or ended.get(request_id)
             if live is not None:
-                _accept(session, submission, live)
+                self._accept(session, submission, live, turn.now_s)
             else:
                 if unavailable is None and request_id not in self.restoring:
                     self.doubtful.add(request_id)  # refused earlier, and written after its withdrawal
@@ -699,24 +733,6 @@ def _submit_again(session: GatewaySession, submission: Submission) -> Callable[[
             turn.submits.append((session, submission))
 
     return again
-
-
-def _attach(session: GatewaySession, live: Live, attachment_id: str, from_token: int) -> None:
-    before = live.attachments.get(attachment_id)
-    if before is not None:  # the gateway reconnected: this is the newer stream of the same client
-        before.session.forget(attachment_id)
-    live.stop_grace()
-    attachment = Attachment(attachment_id, session, live, from_token)
-    live.attachments[attachment_id] = attachment
-    session.attachments[attachment_id] = attachment
-    session.mark_dirty(attachment)
-
-
-def _accept(session: GatewaySession, submission: Submission, live: Live) -> None:
-    existing = live.request_id != submission.request_id
-    session.reply(replies.submission_accepted(submission.submission_id, live.request, existing=existing))
-    _attach(session, live, submission.attachment_id, len(submission.shown_ids))
-    metrics.SUBMISSIONS.labels("attached" if existing else "accepted").inc()
 
 
 def _refuse(

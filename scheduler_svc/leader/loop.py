@@ -328,9 +328,15 @@ class Loop:
         for chore in turn.chores:
             await chore()
         if self.outage.stuck:  # this turn waited, and has written nothing since: nothing waits any more
-            self.roster.excuse(self.clock())
+            self._excuse()
             self.outage.stuck = False
         self._load_log.add(*metrics.observe_turn(turn.events))
+
+    def _excuse(self) -> None:
+        """Give no peer up because it could not report, or come back, while the record was unavailable."""
+        now_s = self.clock()
+        self.roster.excuse(now_s)
+        self.clients.still_coming(now_s)
 
     # Collect.
 
@@ -570,7 +576,7 @@ class Loop:
             batch.keep_prompt_logprobs(prompt_logprobs)  # if it is stale, so are the tokens
         await until_answered(self.outage, batch.execute, fenced=self._repair.confirm_lead)
         if self.outage.stuck:
-            self.roster.excuse(self.clock())
+            self._excuse()
         self.outage.wrote()
         metrics.COMMIT.observe(time.perf_counter() - began_s)
         return [status for answer in answers for status in answer.result()], batch.unfoldable

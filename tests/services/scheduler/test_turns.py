@@ -44,7 +44,7 @@ from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import Limits, NewRequest, Shown, SubmitResult
-from scheduler_svc.store.scripts import MAX_PROMPTS
+from scheduler_svc.store.scripts import MAX_PROMPTS, Call
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
 from tests.store.kit import keys_of, losing_answers
@@ -168,6 +168,15 @@ class Leader:
     def cancels(self, request_id: str) -> FromGateway:
         cancel = gateway_pb.CancelRequested(cancel_id=1, request_id=request_id, tenant="t")
         return FromGateway(self.gateway, gateway_pb.GatewayMessage(cancel=cancel))
+
+    def attaches(self, request_id: str, attachment_id: str = "") -> FromGateway:
+        attach = gateway_pb.Attach(
+            attach_id=1,
+            request_id=request_id,
+            tenant="t",
+            attachment_id=attachment_id or f"{request_id}-client",
+        )
+        return FromGateway(self.gateway, gateway_pb.GatewayMessage(attach=attach))
 
     def counted(self, request_id: str) -> int:
         """Return the output tokens that the core has counted."""
@@ -683,12 +692,11 @@ async def test_the_grace_of_a_request_ends_with_an_attach_and_begins_again_with_
 ) -> None:
     grace_s = leader.loop.settings.reattach_grace_s
     await leader.submit("r")
-    attach = gateway_pb.Attach(attach_id=1, request_id="r", tenant="t", attachment_id="r-client")
     for _ in range(2):
         await leader.turn(leader.loses_its_gateway())
         leader.now_s += grace_s - 1.0
         await leader.turn()
-        await leader.turn(FromGateway(leader.gateway, gateway_pb.GatewayMessage(attach=attach)))
+        await leader.turn(leader.attaches("r"))
     leader.now_s += 10 * grace_s
     await leader.turn()
     await leader.turn()
@@ -701,6 +709,48 @@ async def test_the_grace_of_a_request_ends_with_an_attach_and_begins_again_with_
     stored = await leader.store.read("r")
     assert stored is not None
     assert stored.end is End.CANCELLED
+
+
+async def test_no_grace_ends_while_other_clients_still_come_back(leader: Leader) -> None:
+    """To attach all clients of a lost gateway, or of a leader, may take longer than the grace."""
+    grace_s = leader.loop.settings.reattach_grace_s
+    ids = ["first", "second", "gone"]
+    await leader.turn(*(leader.submits(request_id) for request_id in ids))
+    await leader.turn(leader.loses_its_gateway())
+
+    leader.now_s += grace_s
+    await leader.turn(leader.attaches("first"))
+    leader.now_s += grace_s - 0.1
+    await leader.turn(leader.attaches("second"))
+    assert leader.ends == {}
+
+    for _ in range(2):
+        leader.now_s += grace_s
+        await leader.turn()
+    await leader.turn()
+    assert list(leader.loop.clients.live) == ["first", "second"]
+
+
+async def test_a_grace_does_not_end_because_the_record_was_away(leader: Leader) -> None:
+    """The client is back by then, and its message waits behind those of others."""
+    [worker, _] = leader.workers
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+    run = leader.store.run
+
+    async def away(calls: Sequence[Call], *, leading: bool = False) -> list[Any]:
+        leader.now_s += 10 * leader.loop.settings.reattach_grace_s
+        leader.store.run = run  # type: ignore[method-assign]
+        raise StoreUnavailable("no answer")
+
+    leader.store.run = away  # type: ignore[method-assign]
+    await leader.turn(leader.loses_its_gateway(), worker.reports(worker.progress("r", 0, 7)))
+    await leader.turn()
+    await leader.turn(leader.attaches("r"))
+    await leader.turn()
+
+    assert leader.ends == {}
+    assert leader.tokens["r"] == [7]
 
 
 async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader) -> None:
@@ -837,9 +887,8 @@ async def test_a_request_that_is_being_restored_is_not_said_to_be_unknown(leader
     with losing_answers(leader.store):
         await leader.turn(leader.submits("r", restores=True, shown_ids=[7]))
     leader.answers.clear()
-    attach = gateway_pb.Attach(attach_id=1, request_id="r", tenant="t", attachment_id="other")
 
-    await leader.turn(FromGateway(leader.gateway, gateway_pb.GatewayMessage(attach=attach)))
+    await leader.turn(leader.attaches("r", "other"))
 
     [answer] = leader.answers
     assert answer.result == gateway_pb.AttachReply.RESULT_NOT_FOUND_YET
