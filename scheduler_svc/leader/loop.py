@@ -89,6 +89,10 @@ MAX_TURN = 256
 turns, while everything that a turn writes has to be on the record within the store's timeout: 256 reports of 64
 requests take it about half a second.
 """
+MAX_TURN_TOKENS = 1 << 20
+"""Prompt tokens of one turn, or one request with more: checking and writing so many takes some tenths of a second, in
+which no lease is renewed.
+"""
 GRACES_TOGETHER = 1024
 """Requests of which a new leader starts the grace periods before it lets other tasks run."""
 OBSERVE_S = 1.0
@@ -278,11 +282,29 @@ class Loop:
         """Run turn after turn, until `Fenced` is raised out of it."""
         while True:
             await self._wait()
-            items = [self._inbox.popleft() for _ in range(min(len(self._inbox), MAX_TURN))]
+            items = self._next_items()
             self._arrived.clear()
             if len(self._inbox) <= MAX_INBOX:
                 self.room.set()
             await self._turn(items)
+
+    def _next_items(self) -> list[Item]:
+        items: list[Item] = []
+        tokens = 0
+        while self._inbox and len(items) < MAX_TURN and tokens < MAX_TURN_TOKENS:
+            items.append(self._inbox.popleft())
+            tokens += self._prompt_tokens(items[-1])
+        return items
+
+    def _prompt_tokens(self, item: Item) -> int:
+        """Return the number of prompt tokens that the turn of an item reads or sends because of it."""
+        if not isinstance(item, FromGateway):
+            return 0
+        message = item.message
+        if message.HasField("submit"):
+            return len(message.submit.specification.prompt_ids)
+        live = self.clients.live.get(message.attach.request_id) if message.attach.wants_submission else None
+        return 0 if live is None else live.facts.prompt_tokens
 
     async def _wait(self) -> None:
         if self._inbox or self._repair.events or self._decided is not None:

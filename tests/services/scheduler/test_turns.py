@@ -753,6 +753,24 @@ async def test_a_grace_does_not_end_because_the_record_was_away(leader: Leader) 
     assert leader.tokens["r"] == [7]
 
 
+async def test_a_turn_takes_no_more_prompts_than_it_handles_in_time(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it checks or sends them, the lease is not renewed. The prompts here have three tokens."""
+    monkeypatch.setattr("scheduler_svc.leader.loop.MAX_TURN_TOKENS", 4)
+    await leader.submit("r")
+    for number in range(3):
+        leader.loop.put(leader.submits(f"r{number}"))
+    for number in range(3):
+        attach = leader.attaches("r", f"a{number}")
+        attach.message.attach.wants_submission = True
+        leader.loop.put(attach)
+    for number in range(3):
+        leader.loop.put(leader.attaches("r", f"b{number}"))
+
+    assert [len(leader.loop._next_items()) for _ in range(5)] == [2, 2, 2, 3, 0]
+
+
 async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader) -> None:
     """One batch with all of them could outlast the timeout of the store, and then the lease."""
     ids = [f"r{number}" for number in range(2 * MAX_TURN + 1)]
