@@ -365,14 +365,15 @@ class Tenants:
 
     def _stamp(self) -> tuple[int, int, int] | None:
         """Return values that change with the file, also if Kubernetes replaces a secret by changing the
-        symbolic links in front of it."""
+        symbolic links in front of it, if a copy has the time of its original, or if only permissions
+        change."""
         if self._path is None:
             return None
         try:
             status = self._path.stat()
         except OSError:
             return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return status.st_ino, status.st_ctime_ns, status.st_size
 
 
 def _once(headers: Iterable[tuple[str, str]]) -> dict[str, str]:

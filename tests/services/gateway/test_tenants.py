@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,19 @@ class TestTheFile:
         assert of(tenants, bearer("new")) == "acme"
         with pytest.raises(Unauthenticated):
             of(tenants, bearer(ACME))
+
+    def test_is_read_again_where_a_copy_has_the_size_and_the_time_of_the_file_before(
+        self, key_file: Path
+    ) -> None:
+        tenants = tenants_of(key_file)
+        before = key_file.stat()
+
+        key_file.write_text(FILE.replace(digest_of(ACME), digest_of("new")))
+        os.utime(key_file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+        assert key_file.stat().st_size == before.st_size
+        assert tenants.maybe_reload()
+        assert of(tenants, bearer("new")) == "acme"
 
 
 class Clock:
