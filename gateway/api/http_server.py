@@ -252,11 +252,11 @@ class HttpServer:
         return web.json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._tenants.of(request.headers.items())
+        self._tenants.of(with_api_key(request.headers.items()))
         return web.json_response(models_json(self._calls.model, self._created))
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._tenants.of(request.headers.items())
+        self._tenants.of(with_api_key(request.headers.items()))
         check_model(request.match_info["name"], self._calls.model)
         return web.json_response(model_json(self._calls.model, self._created))
 

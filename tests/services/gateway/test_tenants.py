@@ -367,6 +367,18 @@ class TestOverTheWire:
             with pytest.raises(Unauthenticated):
                 await client.models()
 
+    @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny"])
+    async def test_the_models_are_shown_to_a_key_in_anthropics_header(
+        self, keyed: Running, path: str
+    ) -> None:
+        assert keyed.gateway.http is not None
+        url = f"http://127.0.0.1:{keyed.gateway.http.port}{path}"
+        async with aiohttp.ClientSession() as session:
+            async with session.get(url, headers={"x-api-key": ACME}) as response:
+                assert response.status == 200
+            async with session.get(url, headers={"x-api-key": "wrong"}) as response:
+                assert response.status == 401
+
     async def test_without_a_key_no_call_of_grpc_gets_in(self, keyed: Running) -> None:
         for call in (
             keyed.stub.GenerateStream(GenerateRequest(text="x")),
