@@ -36,8 +36,8 @@ __all__ = [
 
 MAX_TOOLS = 128
 """Most tools of a request, as in OpenAI's API."""
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-"""Names of functions, as in OpenAI's API."""
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+"""Names of functions, as in Anthropic's API. OpenAI's has the same letters, and 64 of them."""
 MAX_ID_CHARACTERS = 128
 MAX_CALLS = 128
 """Most calls of one message."""
@@ -145,7 +145,7 @@ def _check_id(field: str, value: str) -> None:
 
 def _check_name(field: str, name: str) -> None:
     if not NAME.fullmatch(name):
-        raise InvalidArgument(field, f"must be 1 to 64 letters, digits, _ and -, got {name[:80]!r}")
+        raise InvalidArgument(field, f"must be 1 to 128 letters, digits, _ and -, got {name[:80]!r}")
 
 
 def _check_arguments(chat: Chat, model: ModelFiles) -> None:

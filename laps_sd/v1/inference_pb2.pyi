@@ -349,7 +349,7 @@ class Tool(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1 to 64 letters, digits, _ and -."""
+    """1 to 128 letters, digits, _ and -."""
     description: _builtins.str
     parameters: _builtins.str
     """The schema of an object, as JSON. Empty: the function has no parameters."""

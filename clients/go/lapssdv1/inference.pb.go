@@ -869,7 +869,7 @@ type Tool struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// 1 to 64 letters, digits, _ and -.
+	// 1 to 128 letters, digits, _ and -.
 	Name        string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Description string `protobuf:"bytes,2,opt,name=description,proto3" json:"description,omitempty"`
 	// The schema of an object, as JSON. Empty: the function has no parameters.

@@ -348,7 +348,7 @@ export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
  */
 export type Tool = Message<"laps_sd.v1.Tool"> & {
   /**
-   * 1 to 64 letters, digits, _ and -.
+   * 1 to 128 letters, digits, _ and -.
    *
    * @generated from field: string name = 1;
    */
