@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.calls.tools import template_tools
 from gateway.model.bounded_json import decode_text, is_flat
-from gateway.model.continued import cut_after
+from gateway.model.continued import MARK, cut_at_mark
 from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
@@ -61,9 +61,12 @@ class Prompts:
         arguments = decode_text(chat.template_arguments) if chat.template_arguments else {}
         continues = chat.continue_final_message
         begins = chat.add_generation_prompt or not chat.HasField("add_generation_prompt")
+        messages = list(_messages_of(chat))
+        if continues:
+            messages[-1]["content"] += MARK
         try:
             text = self._model.template.render(
-                list(_messages_of(chat)),
+                messages,
                 template_tools(chat),
                 arguments,
                 add_generation_prompt=begins and not continues,
@@ -72,7 +75,7 @@ class Prompts:
             raise InvalidArgument("messages", f"do not fit the chat template: {error}") from error
         if not continues:
             return text
-        cut = cut_after(text, chat.messages[-1].content)
+        cut = cut_at_mark(text, chat.messages[-1].content)
         if cut is None:
             raise InvalidArgument(
                 "messages.continue_final_message",

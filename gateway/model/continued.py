@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["cut_after"]
+__all__ = ["MARK", "cut_at_mark"]
+
+MARK = "[the last message ends here]\t"
+"""What follows the content of the last message while the chat is rendered. The content alone does not show its end: a
+template may write the same letters after it. The blank at its end is lost where the template removes blanks."""
 
 
-def cut_after(rendered: str, content: str) -> str | None:
-    """Return the rendered chat up to the end of the last message's content; None: the template has changed the
-    content. Blanks at the ends of the content are kept if the template keeps them."""
-    core = content.strip()
-    begin = rendered.rfind(core) if core else -1
-    if begin < 0:
+def cut_at_mark(rendered: str, content: str) -> str | None:
+    """Return the rendered chat up to the mark; None: the template has changed the content. Blanks at the end of
+    the content are kept if the template keeps them."""
+    before, mark, after = rendered.rpartition(MARK.rstrip())
+    if not mark or content.strip() not in before:
         return None
-    whole = content.lstrip()
-    return rendered[: begin + len(whole if rendered.startswith(whole, begin) else core)]
+    return before if after.startswith("\t") else before.rstrip()

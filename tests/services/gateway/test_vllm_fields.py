@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.api.openai.request import read_chat
-from gateway.model.continued import cut_after
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.continued import MARK, cut_at_mark
+from gateway.model.tokenizer import ModelFiles, load_model
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import TokenLogprobs
-from tests.services.gateway.conftest import Served, Start
+from tests.services.gateway.conftest import TEMPLATE, Served, Start, write_model
 from tests.services.gateway.fake_scheduler import Kind
 from tests.services.gateway.test_http import CHAT, TEXT, events
 
@@ -171,9 +172,23 @@ class TestThePrompt:
 
 
 def test_a_chat_is_cut_after_the_content_of_its_last_message() -> None:
-    assert cut_after("<u>hi</u><a>so </a>", "so ") == "<u>hi</u><a>so "
-    assert cut_after("<u>so</u><a>so</a>", " so ") == "<u>so</u><a>so"
-    assert cut_after("<a>SO</a>", "so") is None
+    assert cut_at_mark(f"<u>hi</u><a>so {MARK}</a>", "so ") == "<u>hi</u><a>so "
+    assert cut_at_mark(f"<u>so</u><a>so {MARK.strip()}</a>", " so ") == "<u>so</u><a>so"
+    assert cut_at_mark(f"<u>hi</u><a>a{MARK}</a>", "a") == "<u>hi</u><a>a"
+    assert cut_at_mark(f"<a>SO{MARK}</a>", "so") is None
+    assert cut_at_mark("<a></a>", "so") is None
+
+
+async def test_letters_that_a_template_writes_after_a_message_are_not_its_end(
+    serve: Start, tmp_path: Path
+) -> None:
+    template = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] }}<|im_end|>")
+    model = load_model(write_model(tmp_path / "model", template=template), name="tiny")
+    served = await serve(model=model)
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "i"}]
+    body = {"messages": messages, "continue_final_message": True}
+    ids = await prompt_of(served, "/v1/chat/completions", body)
+    assert model.decode(ids).endswith("<|assistant|>i")
 
 
 @pytest.mark.parametrize(
