@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from gateway.model.dialect import NONE, Dialect, Parsers, dialect_of
 from gateway.model.generation_config import recommended
+from gateway.model.instructions import folded
 from gateway.model.token_bytes import TokenBytes
 from gateway.model.tool_calls.described import Message, described, flattened
 from laps_sd.service import model_dir
@@ -79,6 +80,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.dialect = dialect_of(for_tools, *parsers)
         """How the model writes calls and reasoning."""
+        self._shows_later_instructions = True
+        self._shows_later_instructions = self._can_show_later_instructions()
 
     @property
     def own_arguments(self) -> AbstractSet[str]:
@@ -97,11 +100,14 @@ class ChatTemplate:
         TemplateRefused.
 
         `tools` and messages have the form of OpenAI's API, but arguments of calls are objects. A template that has
-        no place for tools or calls gets them as text.
+        no place for tools or calls gets them as text, and one that has none for later instructions gets those as a
+        part of other messages.
         """
         family = self.dialect.tools
         template = self._with_tools if tools else self._template
         try:
+            if not self._shows_later_instructions:
+                messages = folded(messages)
             if family is not None and not self._shows_calls:
                 messages = flattened(messages, family)
             if family is not None and tools and not self._shows_tools:
@@ -120,6 +126,19 @@ class ChatTemplate:
         # refusal.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+    def _can_show_later_instructions(self) -> bool:
+        """Return whether a message of the role system may come later than at the beginning, by rendering one."""
+        first, later = ({"role": "system", "content": text} for text in ("FIRST", "LATER"))
+        user = {"role": "user", "content": "USER"}
+        try:
+            self.render([first, user])
+        except TemplateRefused:
+            return True  # no place for them anywhere
+        try:
+            return all("LATER" in self.render(chat) for chat in ([first, user, later], [first, later, user]))
+        except TemplateRefused:
+            return False
 
 
 def _to_json(

@@ -140,6 +140,45 @@ class TestChatTemplate:
         with pytest.raises(TemplateRefused):
             template(source).render([{"role": "user", "content": "hi"}])
 
+    @pytest.mark.parametrize(
+        "later",
+        [
+            "{{ raise_exception('System message must be at the beginning.') }}",
+            "",
+        ],
+        ids=["refused", "left out"],
+    )
+    def test_that_has_no_place_for_later_instructions_gets_them_in_other_messages(self, later: str) -> None:
+        made = template(
+            "{% for message in messages %}"
+            f"{{% if message.role == 'system' and not loop.first %}}{later}"
+            "{% else %}<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+        )
+        one, two, three = ({"role": "system", "content": text} for text in ("one", "two", "three"))
+        user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}
+
+        assert made.render([one, user, answer]) == "<system>one<user>hi<assistant>so"
+        assert made.render([one, two, user]) == "<system>one\n\ntwo<user>hi"
+        assert made.render([one, user, two]) == "<system>one<user>hi\n\ntwo"
+        assert (
+            made.render([one, user, two, answer, user]) == "<system>one<user>hi\n\ntwo<assistant>so<user>hi"
+        )
+        assert (
+            made.render([user, answer, two, three, user]) == "<user>hi<assistant>so<user>two\n\nthree\n\nhi"
+        )
+        assert made.render([user, answer, two]) == "<user>hi<assistant>so<user>two"
+        assert (
+            made.render([user, {"role": "tool", "content": "33"}, two]) == "<user>hi<user>Result: 33\n\ntwo"
+        )
+
+    @pytest.mark.parametrize("name", ["demo", "plain"])
+    def test_that_has_a_place_for_later_instructions_gets_them_there(self, name: str) -> None:
+        source = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        made = template(source) if name == "plain" else load_model(DEMO, name="demo").template
+        assert made is not None
+        chat = [{"role": role, "content": role} for role in ("system", "user", "system")]
+        assert made.render(chat, add_generation_prompt=False).count("system") == 4
+
     async def test_a_refusal_reaches_the_client_as_an_invalid_argument(self, running: Running) -> None:
         messages = ChatMessages(messages=[ChatMessage(role="assistant", content="me first")])
 
