@@ -108,7 +108,7 @@ Block = Annotated[
 class MessageParam(Model):
     """A message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[Text, Tag(TEXT)]
         | Annotated[list[Block], Field(fail_fast=True), AtMost(MAX_ITEMS), Tag(PARTS)],

@@ -136,6 +136,19 @@ async def test_a_conversation_with_calls(served: Served, model: ModelFiles) -> N
     assert places == sorted(places)
 
 
+async def test_instructions_may_come_between_the_messages(served: Served, model: ModelFiles) -> None:
+    messages = [
+        *BODY["messages"],
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "And?"},
+    ]
+    await answer_of(served, "/v1/messages", BODY | {"messages": messages})
+    assert prompt_of(served, model).endswith(
+        "<|user|>hello\n<|system|>Be brief.\n<|assistant|>Hi.\n<|user|>And?\n<|assistant|>"
+    )
+
+
 async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
     body = {name: value for name, value in BODY.items() if name != "max_tokens"}
     status, _, counted = await served.post("/v1/messages/count_tokens", body)
@@ -150,7 +163,7 @@ async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
