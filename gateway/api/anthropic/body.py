@@ -198,9 +198,11 @@ def _chat(read: CountBody, others: Json) -> ParsedRequest:
     choice = read.tool_choice
     thinks = read.thinking is not None and read.thinking.type != "disabled"
     output = read.output_config or OutputConfig()
+    messages = list(_messages(read))
     chat: Json = {
         "model": read.model,
-        "messages": list(_messages(read)),
+        "messages": messages,
+        "continue_final_message": _is_begun(messages),
         "tools": [_tool(tool) for tool in read.tools or ()],
         "tool_choice": None if choice is None else _choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
@@ -242,6 +244,12 @@ def _messages(read: CountBody) -> Iterator[Json]:
             made["tool_calls"] = calls
         if texts or thoughts or calls:
             yield made
+
+
+def _is_begun(messages: list[Json]) -> bool:
+    """Return whether the last message is the beginning of the answer, which the output continues."""
+    last = messages[-1] if messages else {"role": ""}
+    return last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
 
 
 def _arguments(block: ToolUseBlock) -> str:

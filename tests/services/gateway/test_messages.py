@@ -33,6 +33,13 @@ TOOL = {
 }
 
 
+async def counted(served: Served, body: Any) -> Any:
+    """Return the number of tokens of the prompt of a body."""
+    prompt = {name: value for name, value in body.items() if name != "max_tokens"}
+    _, _, answer = await served.post("/v1/messages/count_tokens", prompt)
+    return answer["input_tokens"]
+
+
 async def events_of(
     served: Served, body: Any, text: str = "hello world", end: Any = Kind.KIND_STOP
 ) -> list[Any]:
@@ -136,6 +143,32 @@ async def test_a_conversation_with_calls(served: Served, model: ModelFiles) -> N
     assert places == sorted(places)
 
 
+async def test_the_output_continues_a_last_message_of_the_assistant(
+    served: Served, model: ModelFiles
+) -> None:
+    messages = [
+        *BODY["messages"],
+        {"role": "assistant", "content": [{"type": "text", "text": "The answer is"}]},
+    ]
+    body = BODY | {"messages": messages}
+    answer = await answer_of(served, "/v1/messages", body)
+    assert prompt_of(served, model).endswith("<|user|>hello\n<|assistant|>The answer is")
+    assert answer["content"] == [{"type": "text", "text": "hello world"}]
+    assert await counted(served, body) == answer["usage"]["input_tokens"]
+
+
+async def test_no_output_continues_a_call_or_nothing(served: Served, model: ModelFiles) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    for count, content in enumerate(([{"type": "text", "text": "Well"}, call], "", " "), start=1):
+        messages = [*BODY["messages"], {"role": "assistant", "content": content}]
+        task = asyncio.create_task(
+            served.post("/v1/messages", BODY | {"messages": messages, "tools": [TOOL]})
+        )
+        await served.finished(count=count)
+        await task
+        assert prompt_of(served, model).endswith("<|assistant|>")
+
+
 async def test_instructions_may_come_between_the_messages(served: Served, model: ModelFiles) -> None:
     messages = [
         *BODY["messages"],
@@ -150,11 +183,8 @@ async def test_instructions_may_come_between_the_messages(served: Served, model:
 
 
 async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
-    body = {name: value for name, value in BODY.items() if name != "max_tokens"}
-    status, _, counted = await served.post("/v1/messages/count_tokens", body)
-    assert status == 200
     answer = await answer_of(served, "/v1/messages", BODY)
-    assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+    assert await counted(served, BODY) == answer["usage"]["input_tokens"]
 
 
 @pytest.mark.parametrize(
