@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
-from gateway.api.openai.field_errors import PARTS, TEXT, validated
+from gateway.api.openai.field_errors import PARTS, TEXT, refused, validated
 from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK, kind_of_content
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
@@ -23,7 +23,6 @@ __all__ = ["CountBody", "MessagesBody", "read_count", "read_messages"]
 
 UNSUPPORTED_FIELDS: Unsupported = {
     "container": (),
-    "context_management": (),
     "inference_geo": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
@@ -146,6 +145,24 @@ class OutputConfig(Model):
     effort: Text | None = None
 
 
+def _clears_reasoning(kind: str) -> str:
+    if not kind.startswith("clear_thinking_"):
+        raise refused("is not supported: the messages are used as they are; leave it out")
+    return kind
+
+
+class Edit(Model):
+    """An edit of the earlier messages. Which of their reasoning is kept is decided by the chat template."""
+
+    type: Annotated[Text, AfterValidator(_clears_reasoning)]
+
+
+class ContextManagement(Model):
+    """Edits of the earlier messages."""
+
+    edits: Annotated[list[Edit], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
+
+
 class CountBody(Model):
     """The prompt of a message."""
 
@@ -156,6 +173,7 @@ class CountBody(Model):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesBody(CountBody):

@@ -182,6 +182,15 @@ async def test_instructions_may_come_between_the_messages(served: Served, model:
     )
 
 
+async def test_edits_that_clear_earlier_reasoning_are_the_templates_choice(
+    served: Served, model: ModelFiles
+) -> None:
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    body = BODY | {"thinking": {"type": "adaptive"}, "context_management": {"edits": edits}}
+    await answer_of(served, "/v1/messages", body)
+    assert prompt_of(served, model).endswith("<|user|>hello\n<|assistant|>")
+
+
 async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
     answer = await answer_of(served, "/v1/messages", BODY)
     assert await counted(served, BODY) == answer["usage"]["input_tokens"]
@@ -198,6 +207,10 @@ async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"container": "x"}, "container"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0].type",
+        ),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"colour": "red"}, "colour"),
     ],
