@@ -29,6 +29,9 @@ UNSUPPORTED_FIELDS: Unsupported = {
 }
 WITHOUT_EFFECT = ("cache_control", "diagnostics", "user_profile_id", "workspace_id")
 """Fields that change no answer."""
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of a block of instructions by which Claude Code reports itself to Anthropic. It is no part of the prompt: it
+differs in each request, so that nothing after it would be found in a cache."""
 
 NAMES = (
     ("sampling.stop", "stop_sequences"),
@@ -237,8 +240,8 @@ def _chat(read: CountBody, others: Json) -> ParsedRequest:
 
 def _messages(read: CountBody) -> Iterator[Json]:
     """Yield the messages of a chat: results of calls are messages of their own."""
-    if read.system:
-        yield {"role": "system", "content": _text(read.system)}
+    if system := _instructions(read.system or ""):
+        yield {"role": "system", "content": system}
     for message in read.messages:
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
@@ -262,6 +265,12 @@ def _messages(read: CountBody) -> Iterator[Json]:
             made["tool_calls"] = calls
         if texts or thoughts or calls:
             yield made
+
+
+def _instructions(system: str | list[TextBlock]) -> str:
+    if isinstance(system, str):
+        return system
+    return _text([block for block in system if not block.text.startswith(BILLING)])
 
 
 def _is_begun(messages: list[Json]) -> bool:

@@ -191,6 +191,15 @@ async def test_edits_that_clear_earlier_reasoning_are_the_templates_choice(
     assert prompt_of(served, model).endswith("<|user|>hello\n<|assistant|>")
 
 
+async def test_a_block_that_differs_in_each_request_is_no_part_of_the_prompt(
+    served: Served, model: ModelFiles
+) -> None:
+    billing = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;"
+    system = [{"type": "text", "text": text} for text in (billing, "Be brief.")]
+    await answer_of(served, "/v1/messages", BODY | {"system": system})
+    assert prompt_of(served, model).endswith("<|begin|><|system|>Be brief.\n<|user|>hello\n<|assistant|>")
+
+
 async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
     answer = await answer_of(served, "/v1/messages", BODY)
     assert await counted(served, BODY) == answer["usage"]["input_tokens"]
