@@ -15,6 +15,7 @@ from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK,
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
+from gateway.api.openai.tools import switches
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from gateway.model.bounded_json import encode
 from laps_sd.errors import InvalidArgument
@@ -136,7 +137,7 @@ class Choice(Model):
 
 
 class Thinking(Model):
-    """A switch for the reasoning in the answer. Its length is the model's choice."""
+    """A switch for the reasoning. Its length is the model's choice."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -212,7 +213,7 @@ def read_count(body: Json, on_unknown: OnUnknown) -> ParsedRequest:
     """Return the chat whose prompt a body describes. Raises InvalidArgument."""
     read = validated(CountBody, body)
     _check_other_fields(body, CountBody, on_unknown)
-    return _chat(read, {})
+    return _chat(read, passed_on(body))
 
 
 def _chat(read: CountBody, others: Json) -> ParsedRequest:
@@ -232,6 +233,10 @@ def _chat(read: CountBody, others: Json) -> ParsedRequest:
         "response_format": _format(output.format),
         **others,
     }
+    if read.thinking is not None:
+        given = others.get("chat_template_kwargs")
+        if isinstance(given, dict | None):  # anything else is refused below
+            chat["chat_template_kwargs"] = switches(thinks) | (given or {})
     try:
         return replace(read_chat(chat), names=NAMES)
     except InvalidArgument as error:

@@ -14,7 +14,7 @@ from gateway.api.openai.values import kind_of, shown
 from gateway.model.bounded_json import is_flat
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["ChatToolCall", "Tool", "ToolChoice", "ToolFields", "set_tools", "tool_call_message"]
+__all__ = ["ChatToolCall", "Tool", "ToolChoice", "ToolFields", "set_tools", "switches", "tool_call_message"]
 
 MAX_TOOLS, MAX_LEVELS = 4096, 64
 """Larger than the limits of `gateway.calls.tools`, which gets the same message from every protocol."""
@@ -120,6 +120,12 @@ class ToolFields(Model):
     include_reasoning: bool | None = None
 
 
+def switches(thinks: bool) -> dict[str, bool]:
+    """Return the variables by which chat templates switch the reasoning on and off, under the names that different
+    models have for them."""
+    return {"enable_thinking": thinks, "thinking": thinks}
+
+
 def set_tools(chat: inference_pb2.ChatMessages, fields: ToolFields) -> None:
     """Set the tools, the choice among them and the template's variables of a chat."""
     for tool in fields.tools or ():
@@ -138,8 +144,8 @@ def set_tools(chat: inference_pb2.ChatMessages, fields: ToolFields) -> None:
     if fields.parallel_tool_calls is False and chat.tools:
         chat.tool_choice.single = True
     arguments = dict(fields.chat_template_kwargs or {})
-    if fields.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", fields.reasoning_effort)
+    if (effort := fields.reasoning_effort) is not None:
+        arguments = {"reasoning_effort": effort, **switches(effort != "none"), **arguments}
     if arguments:
         chat.template_arguments = _json(arguments)
 

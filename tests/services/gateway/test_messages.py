@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from gateway.api.anthropic.body import read_messages
 from gateway.api.http_requests import with_api_key
 from gateway.api.openai.unknown_fields import refuse
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.tokenizer import ModelFiles, load_model
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
-from tests.services.gateway.conftest import Served, Start
+from tests.services.gateway.conftest import TEMPLATE, Served, Start, write_model
 from tests.services.gateway.fake_scheduler import Kind
 from tests.services.gateway.test_responses import CALL, prompt_of, served
 from tests.services.gateway.test_vllm_fields import answer_of
@@ -198,6 +199,28 @@ async def test_a_block_that_differs_in_each_request_is_no_part_of_the_prompt(
     system = [{"type": "text", "text": text} for text in (billing, "Be brief.")]
     await answer_of(served, "/v1/messages", BODY | {"system": system})
     assert prompt_of(served, model).endswith("<|begin|><|system|>Be brief.\n<|user|>hello\n<|assistant|>")
+
+
+@pytest.mark.parametrize(
+    ("thinking", "arguments", "shown"),
+    [
+        ({"type": "disabled"}, None, "False False"),
+        ({"type": "enabled", "budget_tokens": 1024}, None, "True True"),
+        ({"type": "adaptive"}, {"enable_thinking": False}, "False True"),
+        (None, None, "open open"),
+    ],
+)
+async def test_thinking_is_a_switch_of_the_template(
+    serve: Start, tmp_path: Path, thinking: Any, arguments: Any, shown: str
+) -> None:
+    switches = "{{ enable_thinking | default('open') }} {{ thinking | default('open') }}"
+    directory = write_model(tmp_path / "model", template=TEMPLATE + switches)
+    model = load_model(directory, name="tiny")
+    served = await serve(model=model)
+    body = BODY | {"thinking": thinking, "chat_template_kwargs": arguments}
+    answer = await answer_of(served, "/v1/messages", body)
+    assert prompt_of(served, model).endswith(shown)
+    assert await counted(served, body) == answer["usage"]["input_tokens"]
 
 
 async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:

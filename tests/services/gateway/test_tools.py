@@ -155,6 +155,23 @@ class TestTheModelSees:
             "assistant:high"
         )
 
+    @pytest.mark.parametrize(
+        ("fields", "shown"),
+        [
+            ({"reasoning_effort": "none"}, "none off off"),
+            ({"reasoning_effort": "low"}, "low on on"),
+            ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "low off on"),
+            ({}, "None None None"),
+        ],
+    )
+    async def test_an_effort_as_a_switch_of_its_template_too(
+        self, serve_template: Any, fields: Any, shown: str
+    ) -> None:
+        switch = "{{ {true: 'on', false: 'off'}[%s] if %s is defined else none }}"
+        variables = " ".join(switch % (name, name) for name in ("enable_thinking", "thinking"))
+        served = await serve_template(f"{{{{ reasoning_effort or none }}}} {variables}")
+        assert await prompt_of(served, CHAT | {"tools": None} | fields) == shown
+
     def test_what_transformers_renders(self) -> None:
         transformers = pytest.importorskip("transformers")
         tokenizer = transformers.PreTrainedTokenizerFast(
