@@ -31,7 +31,15 @@ from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fiel
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["IGNORED_FIELDS", "Kind", "ParsedRequest", "put_messages", "read_chat", "read_completion"]
+__all__ = [
+    "CONVERSATION_FIELDS",
+    "IGNORED_FIELDS",
+    "Kind",
+    "ParsedRequest",
+    "put_messages",
+    "read_chat",
+    "read_completion",
+]
 
 Kind = Literal["chat", "text"]
 
@@ -87,7 +95,13 @@ REASONS: Mapping[str, str] = {
 }
 """The reasons why fields are not supported; the other fields have a common one."""
 
-IGNORED_FIELDS = ("metadata", "prompt_cache_retention", "request_id", "safety_identifier")
+IGNORED_FIELDS = (
+    "metadata",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+)
 """Fields that label a request and have no effect on it."""
 
 CONVERSATION_FIELDS = ("prompt_cache_key", "session_id", "user")

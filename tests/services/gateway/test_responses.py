@@ -177,6 +177,20 @@ async def test_a_refusal_names_the_field(served: Served, change: Any, param: str
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+@pytest.mark.parametrize("name", ["prompt_cache_key", "user"])
+async def test_a_conversation_is_named_as_in_chats(
+    served: Served, client: openai.AsyncOpenAI, name: str
+) -> None:
+    await response_of(served, client, **{name: "one"})
+    await response_of(served, client, **{name: "one"}, extra_body={"client_metadata": {"a": "b"}})
+    await response_of(served, client)
+    first, again, without = (
+        submit.specification.conversation for submit in served.scheduler.all_heard("submit")
+    )
+    assert first == again
+    assert (len(first), without) == (8, b"")
+
+
 async def test_what_requests_nothing_is_accepted(served: Served, client: openai.AsyncOpenAI) -> None:
     fields = {"store": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"]}
     extensions = {"extra_body": {"min_tokens": 2, "workload_class": "chat"}}

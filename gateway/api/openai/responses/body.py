@@ -17,7 +17,7 @@ from gateway.api.openai.field_errors import PARTS, TEXT, validated
 from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_of_content
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
-from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
+from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from laps_sd.errors import InvalidArgument
 
@@ -169,6 +169,7 @@ def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Js
         "reasoning_effort": None if read.reasoning is None else read.reasoning.effort,
         "response_format": _format(read),
         **passed_on(body),
+        **{name: body[name] for name in CONVERSATION_FIELDS if name in body},
     }
     try:
         parsed = read_chat(chat)
@@ -242,7 +243,13 @@ def _check_other_fields(body: Json, read: ResponsesBody, on_unknown: OnUnknown) 
     for index, name in enumerate(read.include or ()):
         if name not in WITHOUT_EFFECT:
             raise InvalidArgument(f"include[{index}]", "is not supported here; leave it out")
-    known = {*ResponsesBody.model_fields, *IGNORED_FIELDS, *PASSED_ON}
+    known = {
+        *ResponsesBody.model_fields,
+        *IGNORED_FIELDS,
+        *CONVERSATION_FIELDS,
+        *PASSED_ON,
+        "client_metadata",
+    }
     check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown, REASONS)
 
 
