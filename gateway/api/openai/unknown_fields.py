@@ -3,8 +3,8 @@ fields that are not supported, which are refused if their value requests somethi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Container, Mapping
+from typing import Literal, Protocol, TypeAlias
 
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.log import get_logger
@@ -13,8 +13,16 @@ __all__ = ["OnUnknown", "UnknownFields", "Unsupported", "check_fields", "refuse"
 
 log = get_logger(__name__)
 
-OnUnknown: TypeAlias = Callable[[str], object]
-"""Called with the name of an unknown field. It may raise InvalidArgument."""
+UNKNOWN = "is not a known field; leave it out"
+
+
+class OnUnknown(Protocol):
+    """Called with the name of what has no meaning here, and the reason. It may raise InvalidArgument."""
+
+    def __call__(self, name: str, problem: str = UNKNOWN) -> object:
+        """Return if the rest of the body can be used."""
+        ...
+
 
 Unsupported: TypeAlias = Mapping[str, tuple[object, ...]]
 """Names of fields that are not supported, with the values (besides null) that do not request them."""
@@ -24,9 +32,9 @@ MAX_NAMES = 256
 """Most names of which the log has a line: clients choose them."""
 
 
-def refuse(name: str) -> None:
+def refuse(name: str, problem: str = UNKNOWN) -> None:
     """Raise InvalidArgument for an unknown field."""
-    raise InvalidArgument(name[:MAX_NAME_CHARACTERS], "is not a known field; leave it out")
+    raise InvalidArgument(name[:MAX_NAME_CHARACTERS], problem)
 
 
 def check_fields(
@@ -55,10 +63,10 @@ class UnknownFields:
         self._refuses = how == "refuse"
         self._logged: set[str] = set()
 
-    def __call__(self, name: str) -> None:
+    def __call__(self, name: str, problem: str = UNKNOWN) -> None:
         """Refuse a field, or log it if it is the first of its name. Raises InvalidArgument."""
         if self._refuses:
-            refuse(name)
+            refuse(name, problem)
         name = name[:MAX_NAME_CHARACTERS]
         if name not in self._logged and len(self._logged) < MAX_NAMES:
             self._logged.add(name)

@@ -191,6 +191,20 @@ async def test_a_conversation_is_named_as_in_chats(
     assert (len(first), without) == (8, b"")
 
 
+async def test_tools_that_are_not_functions_are_left_out_where_a_setting_allows_it(
+    serve: Start, model_dir: Path
+) -> None:
+    model = load_model(model_dir, name="tiny", context_tokens=2048)
+    served = await serve(model=model, unknown_fields="ignore")
+    call = asyncio.create_task(
+        served.post("/v1/responses", ASKED | {"tools": [{"type": "web_search"}, TOOL, {"type": 5}]})
+    )
+    await served.finished(CALL)
+    _, _, answer = await call
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
+    assert "web_search" not in prompt_of(served, model)
+
+
 async def test_what_requests_nothing_is_accepted(served: Served, client: openai.AsyncOpenAI) -> None:
     fields = {"store": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"]}
     extensions = {"extra_body": {"min_tokens": 2, "workload_class": "chat"}}

@@ -19,6 +19,7 @@ from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
+from gateway.api.openai.values import shown
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["ResponsesBody", "read_responses"]
@@ -163,7 +164,7 @@ def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Js
         "temperature": read.temperature,
         "top_p": read.top_p,
         "stream": read.stream,
-        "tools": [_tool(index, tool) for index, tool in enumerate(read.tools or ())],
+        "tools": list(_tools(read.tools or (), on_unknown)),
         "tool_choice": _tool_choice(read.tool_choice),
         "parallel_tool_calls": read.parallel_tool_calls,
         "reasoning_effort": None if read.reasoning is None else read.reasoning.effort,
@@ -219,11 +220,17 @@ def _text(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool(index: int, tool: Json) -> Json:
-    """Return a tool in the form of a chat. Raises InvalidArgument for tools that only OpenAI can run."""
-    if tool.get("type") != "function":
-        raise InvalidArgument(f"tools[{index}].type", "must be function: other tools are not run here")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def _tools(tools: Sequence[Json], on_unknown: OnUnknown) -> Iterator[Json]:
+    """Yield the functions in the form of a chat; other tools, which only OpenAI or the client's own model knows, are
+    unknown."""
+    for index, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind == "function":
+            yield {"type": kind, "function": {name: value for name, value in tool.items() if name != "type"}}
+        else:
+            on_unknown(
+                f"tools[{index}].type", f"must be function, got {shown(kind)}: other tools are not run here"
+            )
 
 
 def _tool_choice(choice: Any) -> Any:
