@@ -112,6 +112,8 @@ class StreamOptions(Model):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI pads its events against listeners; here it has no effect."""
 
 
 SAMPLING_TYPES: Mapping[str, Any] = {

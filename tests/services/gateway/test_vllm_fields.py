@@ -212,6 +212,13 @@ async def test_defaults_of_vllm_are_accepted(served: Served, fields: Any) -> Non
     await answer_of(served, "/v1/completions", TEXT | fields)
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_openais_padding_of_events_has_no_effect(served: Served, wanted: bool) -> None:
+    body = CHAT | {"stream_options": {"include_usage": True, "include_obfuscation": wanted}}
+    chunks = await events_of(served, "/v1/chat/completions", body)
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+
+
 async def test_unknown_fields_are_ignored_with_one_line_where_a_setting_allows_it(
     serve: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
