@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 THREAD_FROM_CHARACTERS = 4096  # a shorter text is tokenized faster than it is passed to a thread
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort` in OpenAI's and Anthropic's API, the least first."""
 
 
 class ModelFilesError(ValueError):
@@ -82,6 +84,8 @@ class ChatTemplate:
         """How the model writes calls and reasoning."""
         self._shows_later_instructions = True
         self._shows_later_instructions = self._can_show_later_instructions()
+        self._efforts: Sequence[str] = EFFORTS
+        self._efforts = [effort for effort in EFFORTS if self._knows_effort(effort)]
 
     @property
     def own_arguments(self) -> AbstractSet[str]:
@@ -101,7 +105,7 @@ class ChatTemplate:
 
         `tools` and messages have the form of OpenAI's API, but arguments of calls are objects. A template that has
         no place for tools or calls gets them as text, and one that has none for later instructions gets those as a
-        part of other messages.
+        part of other messages. In place of an effort that it refuses it gets the nearest one that it knows.
         """
         family = self.dialect.tools
         template = self._with_tools if tools else self._template
@@ -113,7 +117,7 @@ class ChatTemplate:
             if family is not None and tools and not self._shows_tools:
                 messages = described(messages, tools, family)
             return template.render(
-                **arguments,
+                **self._with_known_effort(arguments),
                 messages=[dict(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
@@ -126,6 +130,28 @@ class ChatTemplate:
         # refusal.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+    def _with_known_effort(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments with the nearest known effort, the lesser of two; without one for "none"."""
+        effort = arguments.get("reasoning_effort")
+        if effort not in EFFORTS or effort in self._efforts:
+            return arguments
+        known = [EFFORTS.index(one) for one in self._efforts if one != "none"]
+        if not known:  # it refuses something else
+            return arguments
+        others = {name: value for name, value in arguments.items() if name != "reasoning_effort"}
+        if effort == "none":
+            return others
+        level = EFFORTS.index(effort)
+        return others | {"reasoning_effort": EFFORTS[min(known, key=lambda one: abs(one - level))]}
+
+    def _knows_effort(self, effort: str) -> bool:
+        """Return whether the template takes an effort, by rendering with it."""
+        try:
+            self.render([{"role": "user", "content": "USER"}], arguments={"reasoning_effort": effort})
+        except TemplateRefused:
+            return False
+        return True
 
     def _can_show_later_instructions(self) -> bool:
         """Return whether a message of the role system may come later than at the beginning, by rendering one."""

@@ -179,6 +179,23 @@ class TestChatTemplate:
         chat = [{"role": role, "content": role} for role in ("system", "user", "system")]
         assert made.render(chat, add_generation_prompt=False).count("system") == 4
 
+    def test_that_refuses_an_effort_gets_the_nearest_that_it_knows(self) -> None:
+        made = template(
+            "{% if reasoning_effort is defined and reasoning_effort not in ('low', 'medium', 'xhigh') %}"
+            "{{ raise_exception('Unexpected reasoning effort') }}{% endif %}{{ reasoning_effort | default('open') }}"
+        )
+        user = {"role": "user", "content": "hi"}
+        efforts = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+        rendered = [made.render([user], arguments={"reasoning_effort": effort}) for effort in efforts]
+
+        assert rendered == ["open", "low", "low", "medium", "medium", "xhigh", "xhigh"]
+        with pytest.raises(TemplateRefused):
+            made.render([user], arguments={"reasoning_effort": "enormous"})
+        assert (
+            template("{{ reasoning_effort }}").render([user], arguments={"reasoning_effort": "high"})
+            == "high"
+        )
+
     async def test_a_refusal_reaches_the_client_as_an_invalid_argument(self, running: Running) -> None:
         messages = ChatMessages(messages=[ChatMessage(role="assistant", content="me first")])
 
