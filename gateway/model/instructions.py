@@ -1,4 +1,4 @@
-"""Instructions in the middle of a chat, for a chat template that has a place for them at its beginning only."""
+"""Instructions in the middle of a chat, for a template that has a place for them at the beginning only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["folded"]
 
 
 def folded(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of which the first alone can have the role system. The text of a later one becomes a part of the
-    message before it, or, after an answer of the assistant, of the user's next one: each message stays where it is,
-    so that a longer chat begins as a shorter one did."""
+    """Return messages of which the first alone can have the role system. The text of a later one becomes a
+    part of the message before it, or, after an answer of the assistant, of the user's next one: each message
+    stays where it is, so that a longer chat begins as a shorter one did."""
     made: list[Message] = []
     held = ""
     for message in messages:

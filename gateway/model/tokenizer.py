@@ -104,8 +104,9 @@ class ChatTemplate:
         TemplateRefused.
 
         `tools` and messages have the form of OpenAI's API, but arguments of calls are objects. A template that has
-        no place for tools or calls gets them as text, and one that has none for later instructions gets those as a
-        part of other messages. In place of an effort that it refuses it gets the nearest one that it knows.
+        no place for tools or calls gets them as text, and one that has none for later instructions gets those
+        as a part of other messages. In place of an effort that it refuses it gets the nearest one that it
+        knows.
         """
         family = self.dialect.tools
         template = self._with_tools if tools else self._template
@@ -154,7 +155,7 @@ class ChatTemplate:
         return True
 
     def _can_show_later_instructions(self) -> bool:
-        """Return whether a message of the role system may come later than at the beginning, by rendering one."""
+        """Return whether a message of the role system may come after the first one, by rendering chats."""
         first, later = ({"role": "system", "content": text} for text in ("FIRST", "LATER"))
         user = {"role": "user", "content": "USER"}
         try:

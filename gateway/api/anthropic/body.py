@@ -31,8 +31,8 @@ UNSUPPORTED_FIELDS: Unsupported = {
 WITHOUT_EFFECT = ("cache_control", "diagnostics", "user_profile_id", "workspace_id")
 """Fields that change no answer."""
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a block of instructions by which Claude Code reports itself to Anthropic. It is no part of the prompt: it
-differs in each request, so that nothing after it would be found in a cache."""
+"""Beginning of a block of instructions by which Claude Code reports itself to Anthropic. It is no part of the
+prompt: it differs in each request, so that nothing after it would be found in a cache."""
 
 NAMES = (
     ("sampling.stop", "stop_sequences"),

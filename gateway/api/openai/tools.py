@@ -121,8 +121,8 @@ class ToolFields(Model):
 
 
 def switches(thinks: bool) -> dict[str, bool]:
-    """Return the variables by which chat templates switch the reasoning on and off, under the names that different
-    models have for them."""
+    """Return the variables by which chat templates switch the reasoning on and off, under the names that
+    different models have for them."""
     return {"enable_thinking": thinks, "thinking": thinks}
 
 

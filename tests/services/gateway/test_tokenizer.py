@@ -182,7 +182,8 @@ class TestChatTemplate:
     def test_that_refuses_an_effort_gets_the_nearest_that_it_knows(self) -> None:
         made = template(
             "{% if reasoning_effort is defined and reasoning_effort not in ('low', 'medium', 'xhigh') %}"
-            "{{ raise_exception('Unexpected reasoning effort') }}{% endif %}{{ reasoning_effort | default('open') }}"
+            "{{ raise_exception('Unexpected reasoning effort') }}{% endif %}"
+            "{{ reasoning_effort | default('open') }}"
         )
         user = {"role": "user", "content": "hi"}
         efforts = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

@@ -221,8 +221,8 @@ def _text(content: str | Sequence[Part]) -> str:
 
 
 def _tools(tools: Sequence[Json], on_unknown: OnUnknown) -> Iterator[Json]:
-    """Yield the functions in the form of a chat; other tools, which only OpenAI or the client's own model knows, are
-    unknown."""
+    """Yield the functions in the form of a chat; other tools, which only OpenAI or the client's own model
+    knows, are unknown."""
     for index, tool in enumerate(tools):
         kind = tool.get("type")
         if kind == "function":
