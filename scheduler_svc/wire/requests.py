@@ -266,13 +266,10 @@ def offered(offer: Offer, incarnation: str, now_unix_ms: int) -> Submission | No
     for name in ("deadline_in_ms", "time_limit_ms"):
         if submit.HasField(name):
             setattr(submit, name, max(1, getattr(submit, name) - elapsed_ms))
-    if submit.HasField("specification"):  # a scheduler of an earlier release wrote it, without the prompt
-        submit.specification.prompt_ids.extend(held.specification.prompt_ids)
-    else:
-        submit.specification.CopyFrom(held.specification)
-        submit.specification.ClearField("committed_ids")
-        submit.specification.ClearField("origin")
-        submit.specification.traceparent = submit.traceparent  # the worker has the span of its lease
+    submit.specification.CopyFrom(held.specification)
+    submit.specification.ClearField("committed_ids")
+    submit.specification.ClearField("origin")
+    submit.specification.traceparent = submit.traceparent  # the worker has the span of its lease
     submit.shown_ids.extend(held.specification.committed_ids)
     submit.restores = True
     return submission_of(submit)

@@ -564,21 +564,8 @@ def held_by_a_worker(running: Running, tokens: list[int]) -> worker_pb.HeldReque
     )
 
 
-def as_an_earlier_release_wrote_it(running: Running) -> None:
-    """Put the specification, without token ids, into the origin that comes with it."""
-    origin = gateway_pb.Origin.FromString(running.specification.origin)
-    assert not origin.submit.HasField("specification")
-    origin.submit.specification.CopyFrom(running.specification)
-    for field in ("prompt_ids", "committed_ids", "origin"):
-        origin.submit.specification.ClearField(field)
-    origin.submit.specification.traceparent = origin.submit.traceparent
-    running.specification.origin = origin.SerializeToString()
-    running.specification.ClearField("sampling")  # it must come from the origin
-
-
-@pytest.mark.parametrize("earlier_release", [False, True])
 async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds(
-    operator: redis_client.Redis, start_own: StartScheduler, earlier_release: bool
+    operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
     first = await start_own()
     async with gateway(first.address) as client, worker(first.address) as gpu:
@@ -598,8 +585,6 @@ async def test_without_leader_record_and_gateway_a_worker_restores_what_it_holds
         )
         running = (await gpu.assigned("r1"))["r1"]
         running.specification.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"  # of its lease
-        if earlier_release:
-            as_an_earlier_release_wrote_it(running)
         await gpu.run_round("r1", running.lease_epoch, 0, [10, 11])
         lost = await first.store.read("r1")
         await first.crash()
