@@ -58,8 +58,12 @@ class TokenDecoder:
             ids = [token for token in ids if token not in self._silent_ids]
         if not ids:
             return ""
+        text = self._decode([*self._window, *ids])
+        if len(ids) > 1 and not self._joins and REPLACEMENT in text[self._given :]:
+            # A decoder in the manner of SentencePiece makes text of a run of byte tokens only if all of it is text: token
+            # by token, characters before bytes that are none come out.
+            return "".join([self.feed([token]) for token in ids])
         self._window += ids
-        text = self._decode(self._window)
         settled = text.rstrip(REPLACEMENT)
         grown = settled[self._given :]
         self._given = max(self._given, len(settled))

@@ -48,7 +48,10 @@ class Uncut:
         self.given = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        self.window += ids
+        return "".join([self._feed_one(token) for token in ids])
+
+    def _feed_one(self, token: int) -> str:
+        self.window.append(token)
         text = self.decode(self.window)
         settled = text.rstrip(REPLACEMENT)
         grown = settled[self.given :]
@@ -274,6 +277,20 @@ class TestOtherDecoders:
         text = "".join(output.feed(piece) for piece in pieces(ids, cut_at)) + output.finish()
 
         assert text == tokenizer.decode(ids).rstrip(REPLACEMENT)
+
+    @anything
+    @given(
+        text=st.text("aé😀", max_size=9), more=st.sampled_from([b"", b"\xf0", b"\xf0\x9f\x98"]), cut_at=cuts
+    )
+    def test_an_unfinished_character_hides_none_before_it(
+        self, tokenizer: Tokenizer, text: str, more: bytes, cut_at: list[int]
+    ) -> None:
+        octets = text.encode() + more
+        ids = [self.VOCABULARY.index(token) for token in ("▁hello", *(f"<0x{byte:02X}>" for byte in octets))]
+        output = Detokenizer(lambda ids: str(tokenizer.decode(list(ids))))
+        shown = "".join(output.feed(piece) for piece in pieces(ids, cut_at)) + output.finish()
+
+        assert shown == "hello" + text
 
     @anything
     @given(data=st.data(), cut_at=cuts)
