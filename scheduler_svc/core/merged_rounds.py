@@ -43,6 +43,7 @@ class _Worker:
         self.waiting: list[RoundReported] = []
         self.changes: list[CacheChanged] = []
         """Changes of its cache in these rounds."""
+        self.draining = False
 
 
 @final
@@ -65,9 +66,10 @@ class MergedRounds:
         for worker_id in sorted(self._hurried):
             due += self._take(worker_id)
         self._hurried.clear()
+        lost = False
         for event in events:
             if isinstance(event, RoundReported):
-                due += self._add(event, now_s)
+                due += self._add(event, now_s, apart=lost)
                 continue
             if isinstance(event, CacheChanged):
                 self._worker(event.worker_id).changes.append(event)  # its report follows
@@ -81,8 +83,11 @@ class MergedRounds:
                 about = worker_of(event.request_id)
             if about is not None:
                 due += self._take(about)
+            if isinstance(event, WorkerDraining):
+                self._worker(event.worker_id).draining = True
             if isinstance(event, WorkerLost):
                 self._workers.pop(event.worker_id, None)
+                lost = True
             due.append(event)
         return due
 
@@ -104,11 +109,16 @@ class MergedRounds:
             worker = self._workers[worker_id] = _Worker()
         return worker
 
-    def _add(self, report: RoundReported, now_s: float) -> list[Event]:
+    def _add(self, report: RoundReported, now_s: float, *, apart: bool) -> list[Event]:
         """Add a report. Return what is due of its worker: everything if the core has to decide about the report,
         or if its interval is over; otherwise nothing.
+
+        `apart`: requests may leave their worker by an event before this one, as they do at each report of a draining worker.
+        Then nothing is merged: of a request that has left, the core counts what is on the record, and not its end.
         """
         worker = self._worker(report.worker_id)
+        if apart or worker.draining:
+            return [*_taken(worker), report]
         worker.waiting.append(report)
         interval_s = len(self._workers) / self._reports_per_s
         if now_s - worker.received_s < interval_s and len(worker.waiting) < MOST_ROUNDS and _can_wait(report):

@@ -302,6 +302,14 @@ class TestMergedRounds:
         assert isinstance(waited, RoundReported)
         assert then is event
 
+    @pytest.mark.parametrize("event", [WorkerDraining("w0"), WorkerLost("w9")])
+    def test_where_requests_may_have_left_their_worker_nothing_is_merged(self, event: Event) -> None:
+        """The core counts what is on the record of one that has left; with its end it would count nothing."""
+        rounds = self.waiting()
+        end = replace(of_b(2), end=End.STOP)
+        reports = [on_record(of_b(1), worker_id="w0"), on_record(end, worker_id="w0")]
+        assert rounds.due([event, *reports], 1.0, lambda _: "w0") == [event, *reports]
+
     def test_an_arrival_leaves_them_waiting(self) -> None:
         rounds = self.waiting()
         due(rounds, on_record(of_b(1), worker_id="w0"))

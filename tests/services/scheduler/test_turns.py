@@ -532,6 +532,31 @@ async def test_tokens_count_where_the_request_leaves_its_worker_in_the_same_turn
     assert staying.dropped == []
 
 
+async def test_tokens_count_where_the_end_of_the_request_follows_in_the_turn_in_which_it_leaves(
+    leader: Leader,
+) -> None:
+    """The record has the tokens, but not those of the report with the end: the next worker generates these again."""
+    [leaving, staying] = leader.workers
+    await leader.turn(leaving.opens())
+    await leader.submit("r")
+    await leader.turn(staying.opens())
+
+    await leader.turn(
+        DrainOrdered("w1"),
+        leaving.reports(leaving.progress("r", 0, 7)),
+        leaving.reports(leaving.progress("r", 1, 8)),
+        leaving.reports(leaving.progress("r", 2, 9, end=STOP)),
+    )
+    await leader.turn()
+    assert list(staying.specifications["r"].specification.committed_ids) == [7, 8]
+    assert leader.counted("r") == 2
+    await leader.turn(staying.reports(staying.progress("r", 2, 9, end=STOP)))
+    await leader.turn()
+
+    assert leader.tokens["r"] == [7, 8, 9]
+    assert leader.ends == {"r": STOP}
+
+
 async def test_no_tokens_are_taken_while_a_decision_is_not_on_the_record(leader: Leader) -> None:
     """Between the turn that decides to move a request and the next one, which writes it, its first worker
     reports again: the tokens go with the lease.
