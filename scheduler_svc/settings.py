@@ -97,8 +97,8 @@ class SchedulerSettings(RecordSettings, ServingSettings):
     )
     reattach_grace_s: float = field(
         5.0,
-        help="How long requests wait for their gateway after its stream broke, or after a change of leader; longer "
-        "while clients of others still come back.",
+        help="How long requests wait for their gateway after its stream broke, or after a change of leader; "
+        "longer while clients of others still come back.",
         minimum=0.0,
         maximum=600.0,
     )

@@ -113,8 +113,9 @@ class MergedRounds:
         """Add a report. Return what is due of its worker: everything if the core has to decide about the report,
         or if its interval is over; otherwise nothing.
 
-        `apart`: requests may leave their worker by an event before this one, as they do at each report of a draining worker.
-        Then nothing is merged: of a request that has left, the core counts what is on the record, and not its end.
+        `apart`: requests may leave their worker by an event before this one, as they do at each report of a
+        draining worker. Then nothing is merged: of a request that has left, the core counts what is on the
+        record, and not its end.
         """
         worker = self._worker(report.worker_id)
         if apart or worker.draining:

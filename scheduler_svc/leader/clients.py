@@ -52,8 +52,8 @@ CANCEL_AGAIN_S = 0.25
 LEAST_REQUEST_TOKENS = 2
 """Tokens of the smallest request: one of its prompt, one of its output."""
 STILL_COMING_S = 1.0
-"""Seconds without a client that comes back after which those of a lost gateway or leader have all come. To attach all
-of them may take longer than the grace.
+"""Seconds without a client that comes back after which those of a lost gateway or leader have all come. To
+attach all of them may take longer than the grace.
 """
 ENDS_KEPT_S = 10.0
 MAX_ENDS_KEPT = 10_000
@@ -119,9 +119,9 @@ class Clients:
         the same.
         """
         self.restoring: set[str] = set()
-        """Ids of requests that are being submitted, and of those that a gateway or a worker has brought back and that are not
-        led yet: the record did not answer, and may hold them all the same, or it had no room. They come again, or are
-        written without their gateway.
+        """Ids of requests that are being submitted, and of those that a gateway or a worker has brought back
+        and that are not led yet: the record did not answer, and may hold them all the same, or had no room.
+        They come again, or are written without their gateway.
         """
         self._settings = settings
         self._store = store
@@ -245,8 +245,8 @@ class Clients:
         live.grace = self._timers.at(now_s + max(live.request.grace_s, at_least_s), over)
 
     def still_coming(self, now_s: float) -> None:
-        """Note that clients of a lost gateway or leader come back, or could not while the record did not answer: no grace
-        of another one ends for a moment.
+        """Note that clients of a lost gateway or leader come back, or could not while the record did not
+        answer: no grace of another one ends for a moment.
         """
         self._still_coming_until_s = now_s + STILL_COMING_S
 
@@ -350,8 +350,8 @@ class Clients:
             admitted.append((session, submission, new))
         if not admitted:
             return
-        # All earlier lease epochs of the request were smaller than the time in seconds. Of several streams of one request,
-        # that counts which was shown the most.
+        # All earlier lease epochs of the request were smaller than the time in seconds. Of several streams of
+        # one request, the one that was shown the most counts.
         shown = {
             submission.request_id: Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
             for submission in sorted(
@@ -431,8 +431,8 @@ class Clients:
 
     def _limit_tokens(self, submission: Submission) -> int:
         """Return the most tokens of a request. Without a worker every request within the settings waits; with
-        workers, a new request that none of them could hold would never run. One that is restored was accepted, and
-        may wait for a worker that has not come yet.
+        workers, a new request that none of them could hold would never run. One that is restored was
+        accepted, and may wait for a worker that has not come yet.
         """
         limit = self._settings.max_context_tokens
         return limit if submission.restores else min(limit, self._lead.capacity_tokens() or limit)
@@ -515,7 +515,8 @@ class Clients:
         return live
 
     def take_offers(self, turn: Turn) -> None:
-        """Have requests restored that workers hold, and that a record emptied under an earlier leader has lost.
+        """Have requests restored that workers hold, and that a record emptied under an earlier leader has
+        lost.
 
         The worker that holds one drops it, and generation resumes after the acknowledged outputs; its gateway
         attaches by itself.
@@ -546,8 +547,8 @@ class Clients:
             turn.restores.append(Restored("worker", submission, new, shown))
 
     async def restore(self, turn: Turn) -> None:
-        """Write requests again that were brought back and that no client waits for yet, and lead those that the record
-        has lost. Raises Fenced.
+        """Write requests again that were brought back and that no client waits for yet, and lead those that
+        the record has lost. Raises Fenced.
         """
         lost: dict[str, Restored] = {}
         for restored in sorted(turn.restores, key=lambda one: len(one.shown.token_ids)):
@@ -571,8 +572,8 @@ class Clients:
                 return
 
     async def _try_restore(self, turn: Turn, some: Sequence[Restored]) -> list[Restored]:
-        """Return those that have to be tried again: the queue has no room, or an earlier attempt is on the record, older
-        than other requests, and goes first. Raises Fenced, StoreUnavailable.
+        """Return those that have to be tried again: the queue has no room, or an earlier attempt is on the
+        record, older than other requests, and goes first. Raises Fenced, StoreUnavailable.
         """
         results = await self._submit(
             [restored.new for restored in some],

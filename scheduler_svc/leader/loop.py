@@ -90,8 +90,8 @@ turns, while everything that a turn writes has to be on the record within the st
 requests take it about half a second.
 """
 MAX_TURN_TOKENS = 1 << 20
-"""Prompt tokens of one turn, or one request with more: checking and writing so many takes some tenths of a second, in
-which no lease is renewed.
+"""Prompt tokens of one turn, or one request with more: checking and writing so many takes some tenths of a
+second, in which no lease is renewed.
 """
 GRACES_TOGETHER = 1024
 """Requests of which a new leader starts the grace periods before it lets other tasks run."""
@@ -550,7 +550,7 @@ class Loop:
                 self._end_again(transition)
 
     def _end_again(self, transition: Transition) -> None:
-        """Have the core end a request again of which the record does not have the end, if nothing else will."""
+        """Have the core end a request again if the record does not have its end, and no report brings it."""
         if isinstance(transition, Finish):
             self._repair.events.append(EndRequested(transition.request_id, transition.end, transition.detail))
 

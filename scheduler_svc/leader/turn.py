@@ -95,7 +95,7 @@ Item = (
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A request that a gateway or a worker has brought back, for the record, with the tokens that were shown of it."""
+    """A request that a gateway or a worker has brought back, with those of its tokens that were shown."""
 
     source: str
     """Label of a metric: gateway or worker."""
@@ -121,8 +121,8 @@ class Turn:
     offers: list[Offer] = field(default_factory=list)
     """Requests that workers hold and that are not led here."""
     restores: list[Restored] = field(default_factory=list)
-    """Requests that no client waits for yet: those that workers brought back, and those that gateways brought back while
-    the record did not answer, and did not bring again.
+    """Requests that no client waits for yet: those that workers brought back, and those that gateways brought
+    back while the record did not answer, and did not bring again.
     """
     seen_further: list[tuple[Live, tuple[int, ...]]] = field(default_factory=list)
     """Requests that were submitted again with more outputs shown than the record has, and those outputs."""

@@ -535,7 +535,7 @@ async def test_tokens_count_where_the_request_leaves_its_worker_in_the_same_turn
 async def test_tokens_count_where_the_end_of_the_request_follows_in_the_turn_in_which_it_leaves(
     leader: Leader,
 ) -> None:
-    """The record has the tokens, but not those of the report with the end: the next worker generates these again."""
+    """The record has the tokens, but not those of the report with the end: the next worker generates them."""
     [leaving, staying] = leader.workers
     await leader.turn(leaving.opens())
     await leader.submit("r")
