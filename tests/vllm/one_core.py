@@ -143,11 +143,12 @@ class OneCore:
         if residents is not None:
             core.scheduler.max_num_running_reqs = residents
         chosen = chooser or self.chooser
+        rules = rules_for(config, chosen)
         self._engine = VllmEngine(
             core,
-            rules_for(config, chosen),
+            rules,
             slots=slots,
-            fingerprint=fingerprint(config, chosen, "test"),
+            fingerprint=fingerprint(config, chosen, rules.eos_ids, "test"),
             decode=decode,
             **more,
         )

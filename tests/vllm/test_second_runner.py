@@ -7,6 +7,7 @@ committed tokens reach the runner as output.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.vllm.one_core import mixed
 from tests.vllm.virtual_second_runner import PLACES, second_runner_engine, token_of
 from tests.worker.drive import Between, everybody, finish_all, rotate
 from worker_svc.engine.interface import Specification
+from worker_svc.engine.vllm.fingerprint import fingerprint
+from worker_svc.engine.vllm.parameters import TokenChooser
 
 
 def expected(specs: list[Specification]) -> dict[str, list[int]]:
@@ -51,3 +54,19 @@ def test_more_bad_words_than_the_runner_takes_are_refused(words: tuple[tuple[int
     (one,) = mixed(1)
     with pytest.raises(ValueError, match="bad_words_ids must be at most 128 lists of 1024 token ids"):
         second_runner_engine().add(replace(one, sampling=replace(one.sampling, bad_words_ids=words)))
+
+
+def test_other_ends_of_texts_are_another_fingerprint_of_a_worker() -> None:
+    """They may come from generation_config.json, which no other part of the fingerprint has."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="a/model", revision="main", dtype="bfloat16", quantization=None, hf_overrides={}
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+    names = [fingerprint(config, TokenChooser.VLLM, ends, "0.32.0") for ends in ([1], [1, 7], [1])]
+
+    assert names[0] == names[2] != names[1]

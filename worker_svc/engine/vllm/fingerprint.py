@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ NOISE_VERSION = "vllm-gumbel-2"
 """Changes with the rule that chooses tokens."""
 
 
-def fingerprint(config: Any, chooser: TokenChooser, version: str) -> str:
-    """Return a hash of all that decides the text: model, vLLM, arithmetic, and what chooses tokens."""
+def fingerprint(config: Any, chooser: TokenChooser, eos_ids: Sequence[int], version: str) -> str:
+    """Return a hash of all that decides the text: model, vLLM, arithmetic, what chooses tokens, and what ends it.
+
+    `eos_ids` may come from generation_config.json.
+    """
     model, parallel, speculative = config.model_config, config.parallel_config, config.speculative_config
     directory = Path(model.model)
     parts = [
@@ -29,6 +33,7 @@ def fingerprint(config: Any, chooser: TokenChooser, version: str) -> str:
         str(model.hf_overrides),
         str(config.cache_config.cache_dtype),
         chooser.name,
+        list(eos_ids),
         [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         speculative and [speculative.method, str(speculative.model), speculative.num_speculative_tokens],
     ]

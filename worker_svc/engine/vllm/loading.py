@@ -55,11 +55,12 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         raise ModelError(str(error)) from error
     core, chooser = load_core(options)
     tokenizer = load_tokenizer(options.model)
+    rules = rules_for(core.vllm_config, chooser)
     engine = VllmEngine(
         core,
-        rules_for(core.vllm_config, chooser),
+        rules,
         slots=options.slots,
-        fingerprint=fingerprint(core.vllm_config, chooser, vllm.__version__),
+        fingerprint=fingerprint(core.vllm_config, chooser, rules.eos_ids, vllm.__version__),
         decode=None if tokenizer is None else tokenizer.decode,
         decode_all=None if tokenizer is None else tokenizer.decode_all,
         formats=tokenizer is not None,
