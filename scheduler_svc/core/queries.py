@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from heapq import merge
-from itertools import islice
+from heapq import merge, nsmallest
+from itertools import islice, pairwise
 
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
@@ -105,7 +105,7 @@ def queue(shard: Shard, policy: Policy, now_s: float, limit: int) -> list[QueueE
             emitted=request.emitted,
             worker_id=request.worker,
         )
-        for request in islice(_in_order(shard), limit)
+        for request in _first(shard, limit)
     ]
 
 
@@ -152,22 +152,30 @@ def _ahead_of(shard: Shard, request: Request) -> Ahead:
     key = request.key_now
     of_priority = pack_rank_class(request.facts.priority, 0)
     of_turn = of_priority | (key[0] & AHEAD)
-    ends = [_position(shard, (of, -math.inf, "")) for of in (of_priority, of_turn, key[0])]
-    ends.append(_position(shard, key))
-    return Ahead(ends[0], ends[1] - ends[0], ends[2] - ends[1], ends[3] - ends[2])
+    ends: list[OrderKey] = [*((of, -math.inf, "") for of in (of_priority, of_turn, key[0])), key]
+    before = [_position(shard, end) for end in ends]
+    ahead = [before[0], *(after - earlier for earlier, after in pairwise(before))]
+    for other in _unqueued(shard):  # one pass, since there may be 100,000 while no worker is there
+        at = bisect_right(ends, other.key_now)
+        if at < len(ends):
+            ahead[at] += 1
+    return Ahead(*ahead)
 
 
 def _position(shard: Shard, key: OrderKey) -> int:
     listed = sum(bisect_left(worker.in_order, key, key=order_key_of) for worker in shard.workers.values())
-    unqueued = (*shard.parked.values(), *shard.suspects.values())
-    return shard.queued.position(key) + listed + sum(other.key_now < key for other in unqueued)
+    return shard.queued.position(key) + listed
 
 
-def _in_order(shard: Shard) -> Iterator[Request]:
-    """Yield all unfinished requests, best first."""
-    unqueued = sorted(request.key_now for request in (*shard.parked.values(), *shard.suspects.values()))
+def _unqueued(shard: Shard) -> tuple[Request, ...]:
+    return (*shard.parked.values(), *shard.suspects.values())
+
+
+def _first(shard: Shard, count: int) -> Iterator[Request]:
+    """Yield the first unfinished requests, best first."""
+    unqueued = nsmallest(count, [request.key_now for request in _unqueued(shard)])
     lists = [[request.order_key for request in worker.in_order] for worker in shard.workers.values()]
-    for key in merge(shard.queued, unqueued, *lists):
+    for key in islice(merge(shard.queued, unqueued, *lists), count):
         yield shard.requests[key[-1]]
 
 

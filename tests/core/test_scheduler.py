@@ -23,6 +23,7 @@ from scheduler_svc.core.events import (
     RoundReported,
     WorkerDraining,
     WorkerFacts,
+    WorkerLost,
     WorkerUp,
 )
 from scheduler_svc.core.placement.placement import MOST_REFRESHED
@@ -248,6 +249,15 @@ class TestExplain:
         assert e.ahead == Ahead(by_priority=3, by_tenant=2, by_level=1, by_rank=2)
         assert e.ahead.total == len(waiting) - 1
         assert scheduler.explain("urgent0", 2.0).ahead == Ahead(0, 0, 0, 0)  # type: ignore[union-attr]
+
+        scheduler.step(3.0, [WorkerLost(W.worker_id)])  # no worker takes work now
+        order = [entry.request_id for entry in scheduler.queue(3.0, 100)]
+        for place, name in enumerate(order):
+            ahead = scheduler.explain(name, 3.0).ahead  # type: ignore[union-attr]
+            assert ahead.total == place
+            assert ahead.by_priority == (0 if name.startswith("urgent") else 3)
+        assert len(order) == len(waiting)
+        assert [entry.request_id for entry in scheduler.queue(3.0, 3)] == order[:3]
 
     def test_an_unknown_request(self) -> None:
         assert core().explain("nobody", 0.0) is None
