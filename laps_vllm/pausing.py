@@ -165,7 +165,8 @@ class Pausing:
         chosen = self._within_adapters(self.select())
         rank = {request.request_id: at for at, request in enumerate(chosen)}
         run = [request for request in self.running if request.request_id in rank]
-        run.sort(key=lambda request: rank[request.request_id])
+        # A prompt takes all of the budget that it finds, so those that decode come before it.
+        run.sort(key=lambda request: (request.is_prefill_chunk, rank[request.request_id]))
         paused = [request for request in self.running if request.request_id not in rank]
         admitted = self._admitted(chosen)
         if paused:

@@ -94,6 +94,7 @@ _SCHEDULER_ATTRIBUTES = (
 _REQUEST_ATTRIBUTES = (
     "num_computed_tokens",
     "num_output_placeholders",
+    "is_prefill_chunk",
     "spec_token_ids",
     "status",
     "arrival_time",

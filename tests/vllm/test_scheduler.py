@@ -82,6 +82,27 @@ def test_a_short_request_pauses_a_long_one_which_keeps_its_kv(asynchronous: bool
 
 
 @BOTH
+def test_a_long_prompt_of_the_best_rank_does_not_stop_those_that_decode(asynchronous: bool) -> None:
+    """As in vLLM, it takes of each step's tokens what they leave."""
+    server = laps(slots=4, asynchronous=asynchronous)
+    server.scheduler.max_num_scheduled_tokens = 64
+    decoding = [server.add(Job(0, 8, 300, guess=300)) for _ in range(3)]
+    for _ in range(8):
+        server.step()
+    prompt = server.add(Job(0, 400, 4, priority=-1))
+    server.add(Job(0, 8, 300, guess=300))  # it waits
+    before, steps = [server.emitted[name] for name in decoding], 0
+    while not server.emitted[prompt]:
+        server.step()
+        steps += 1
+
+    assert steps >= 400 // 64
+    assert all(
+        server.emitted[name] - emitted >= steps - 1 for name, emitted in zip(decoding, before, strict=True)
+    )
+
+
+@BOTH
 def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(asynchronous: bool) -> None:
     server = laps(slots=4, residents=16, blocks=45, asynchronous=asynchronous)
     jobs = [replace(job, prompt=min(job.prompt, 100)) for job in burst(40, seed=5)]
