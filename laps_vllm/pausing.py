@@ -127,6 +127,7 @@ class Pausing:
     num_spec_tokens: int
     kv_holding_waiting: Any
     finished_recving_kv_req_ids: set[str]
+    deferred_frees: Iterable[tuple[int, Sequence[Any]]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -227,8 +228,11 @@ class Pausing:
         return max(map(len, groups), default=0)
 
     def free_blocks(self) -> int:
-        """Return the free KV blocks for each KV cache group."""
+        """Return the free KV blocks for each KV cache group, and those that are free once the steps in flight are
+        over: with a connector that loads KV, vLLM frees the blocks of requests in these steps late.
+        """
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        free += sum([block.ref_cnt == 1 for _, blocks in self.deferred_frees for block in blocks])
         return free // self._groups
 
     @property

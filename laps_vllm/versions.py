@@ -88,6 +88,7 @@ _SCHEDULER_ATTRIBUTES = (
     "num_spec_tokens",
     "kv_holding_waiting",
     "finished_recving_kv_req_ids",
+    "deferred_frees",
     "lora_config",
     "vllm_config",
 )

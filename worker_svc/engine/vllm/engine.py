@@ -233,15 +233,14 @@ class VllmEngine:
         return frozenset(self._known)
 
     def check(self) -> None:
-        """Assert that blocks are free or held by resident requests; a shared one counts once."""
+        """Assert that blocks are free, are freed after a step in flight, or are held by resident requests; a shared one
+        counts once.
+        """
         scheduler = self._scheduler
-        held = {
-            block.block_id
-            for request in scheduler.running
-            for group in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-            for block in group
-            if not block.is_null
-        }
+        groups = [blocks for _, blocks in scheduler.deferred_frees]
+        for request in scheduler.running:
+            groups += scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        held = {block.block_id for group in groups for block in group if not block.is_null}
         pool = scheduler.kv_cache_manager.block_pool
         assert len(held) + pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
 
