@@ -128,6 +128,7 @@ class Pausing:
     kv_holding_waiting: Any
     finished_recving_kv_req_ids: set[str]
     deferred_frees: Iterable[tuple[int, Sequence[Any]]]
+    requires_kv_delivery: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -194,6 +195,8 @@ class Pausing:
             request = self.requests.get(request_id)
             if request is None or (request.status is not RUNNING and request.is_finished()):
                 continue
+            if request.num_stale_output_tokens and request.drop_stale_output:
+                continue  # vLLM drops what the step has brought
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
             padding = len(drafts) if request_id in first else 0
             tokens = sampled[model_runner_output.req_id_to_index[request_id]] if sampled else ()
@@ -217,7 +220,9 @@ class Pausing:
         have them, and it waits.
         """
         self.running.remove(request)
-        self._preempt_request(request, time.monotonic())
+        # A connector that hands KV over at the end of a request cannot do so once it is freed: vLLM then drops an end that
+        # is in flight.
+        self._preempt_request(request, time.monotonic(), drop_stale_output=self.requires_kv_delivery)
         self.evictions += 1
 
     def held_blocks(self, request: Request) -> int:

@@ -65,8 +65,9 @@ def _missing(scheduler: type, request: type, output: type) -> Iterator[str]:
         if not callable(getattr(scheduler, name, None)):
             yield f"Scheduler.{name}"
     preempt = getattr(scheduler, "_preempt_request", None)
-    if preempt is None or list(inspect.signature(preempt).parameters)[:3] != ["self", "request", "timestamp"]:
-        yield "Scheduler._preempt_request(request, timestamp)"
+    parameters = ["request", "timestamp", "drop_stale_output"]
+    if preempt is None or list(inspect.signature(preempt).parameters)[1:4] != parameters:
+        yield f"Scheduler._preempt_request({', '.join(parameters)})"
     yield from unset_attributes(scheduler, "Scheduler", _SCHEDULER_ATTRIBUTES)
     yield from unset_attributes(request, "Request", _REQUEST_ATTRIBUTES)
     fields = getattr(output, "__dataclass_fields__", {})
@@ -89,6 +90,7 @@ _SCHEDULER_ATTRIBUTES = (
     "kv_holding_waiting",
     "finished_recving_kv_req_ids",
     "deferred_frees",
+    "requires_kv_delivery",
     "lora_config",
     "vllm_config",
 )
@@ -96,6 +98,8 @@ _REQUEST_ATTRIBUTES = (
     "num_computed_tokens",
     "num_output_placeholders",
     "is_prefill_chunk",
+    "num_stale_output_tokens",
+    "drop_stale_output",
     "spec_token_ids",
     "status",
     "arrival_time",

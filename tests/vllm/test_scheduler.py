@@ -276,6 +276,26 @@ class TestRequestsThatWaitWithKv:
         assert scheduler.running == [runs]
 
 
+def test_no_request_whose_kv_was_freed_ends_where_a_connector_hands_kv_over_at_the_end() -> None:
+    """Its step was in flight when it was evicted. It is computed again, as where vLLM preempts it."""
+    server = laps(slots=1, residents=4, asynchronous=True)
+    scheduler = server.scheduler
+    scheduler.requires_kv_delivery = True
+    name = server.add(Job(0, 32, 1))
+    server.step()
+    scheduler.evict(scheduler.requests[name])
+    server.step()
+    assert name not in server.ended
+    blocks = 0
+    while server.busy:
+        if name in scheduler.requests:
+            blocks = scheduler.held_blocks(scheduler.requests[name])
+        server.step()
+
+    assert name in server.ended
+    assert blocks >= 2
+
+
 class TestSessions:
     """A request whose prompt goes on: at the end of a turn vLLM makes the output a part of the prompt."""
 
