@@ -43,7 +43,9 @@ ROWS_PER_STEP = 8
 
 
 class RequestNow(NamedTuple):
-    """State of a request at a step boundary, as the engine knows it."""
+    """State of a request at a step boundary, as the engine knows it. Of blocks that several requests hold, and of the
+    tokens in them, each has its part.
+    """
 
     tokens: int
     """Context length: prompt and outputs."""

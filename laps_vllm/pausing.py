@@ -15,6 +15,7 @@ by a preemption and at the end. `max_num_seqs` bounds the resident requests (run
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -90,6 +91,10 @@ class Window(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self.all.values()))
+
+
+def _is_its_own(block: Any) -> bool:
+    return bool(block.ref_cnt <= 1)
 
 
 class Row(NamedTuple):
@@ -231,6 +236,17 @@ class Pausing:
             return 0
         groups: tuple[Sequence[object], ...] = self.kv_cache_manager.get_blocks(request.request_id).blocks
         return max(map(len, groups), default=0)
+
+    def spared_blocks(self, request: Request) -> int:
+        """Return how many fewer KV blocks a request takes because it shares the first ones with others, by its part of
+        them: with n requests on a beginning, one n-th of its blocks.
+        """
+        if not request.num_computed_tokens or self._groups > 1:
+            return 0
+        [blocks] = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        # Who holds a block holds all before it, so no block has more holders than the one before.
+        shared = bisect_left(blocks, True, key=_is_its_own)
+        return shared - -(-shared // blocks[shared - 1].ref_cnt) if shared else 0
 
     def free_blocks(self) -> int:
         """Return the free KV blocks for each KV cache group, and those that are free once the steps in flight are

@@ -113,6 +113,20 @@ def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(asynchrono
 
 
 @BOTH
+def test_requests_with_one_beginning_run_together_where_its_kv_fits_once(asynchronous: bool) -> None:
+    """64 requests of 17 blocks, 15 of which are the same: 1,088 blocks if each counted its own."""
+    beginning = tuple(3 + at * 7 % 900 for at in range(15 * BLOCK))
+    jobs = [Job(0, 15 * BLOCK + 2, 20, words=beginning) for _ in range(64)]
+    server = laps(slots=32, residents=64, blocks=200, asynchronous=asynchronous)
+    run(server, jobs, check=True)
+    fcfs = Server(None, slots=32, blocks=200, asynchronous=asynchronous)
+    run(fcfs, jobs)
+
+    assert max(server.run_sizes) == max(fcfs.run_sizes) == 32
+    assert server.steps < 1.3 * fcfs.steps
+
+
+@BOTH
 def test_a_higher_priority_goes_first(asynchronous: bool) -> None:
     """In vLLM the smaller number is the higher priority."""
     server = laps(slots=1, residents=8, asynchronous=asynchronous)

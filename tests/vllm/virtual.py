@@ -266,7 +266,11 @@ class Server:
             for name, request in scheduler.requests.items():
                 now = scheduler._now(name)
                 if now is not None:
-                    assert now == (request.num_tokens, scheduler.held_blocks(request))
+                    spared = scheduler.spared_blocks(request)
+                    assert now == (
+                        request.num_tokens - spared * BLOCK,
+                        scheduler.held_blocks(request) - spared,
+                    )
 
 
 def run(server: Server, jobs: Sequence[Job], *, check: bool = False) -> Outcome:
