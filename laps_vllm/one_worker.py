@@ -97,7 +97,9 @@ class OneWorker:
         self._clock = NEW_CLOCK
 
     def arrived(self, facts: RequestFacts) -> None:
-        """Take in a new request."""
+        """Take in a new request. It may have the id of one that has ended."""
+        if facts.request_id in self._epochs:
+            self._report()  # its end comes first
         self._events.append(Arrived(facts))
         self._unfinished.add(facts.request_id)
 

@@ -109,6 +109,8 @@ class Row(NamedTuple):
     """Tokens sampled, before the cut at an end."""
     position: int
     """Output tokens before the step."""
+    prompt: int
+    """Tokens of its prompt before the step: a session's becomes longer when its next turn begins."""
 
     @property
     def accepted(self) -> int:
@@ -128,6 +130,8 @@ class Pausing:
     block_size: int
     max_model_len: int
     max_num_running_reqs: int
+    max_num_active_reqs: int
+    num_waiting_for_streaming_input: int
     num_lookahead_tokens: int
     num_spec_tokens: int
     kv_holding_waiting: Any
@@ -180,11 +184,16 @@ class Pausing:
             for request in paused:
                 self._forget_placeholders(request)
             paused = self._make_room(chosen, paused, admitted)
+        places = self.max_num_active_reqs
+        # vLLM counts sessions that wait for input as a part of the step, since they have places in the model runner.
+        idle = self.num_waiting_for_streaming_input
+        self.max_num_active_reqs = min(places + idle, self.max_num_running_reqs - len(paused))
         self.waiting.show(admitted)
         self.running = run
         try:
             return super().schedule(*args, **kwargs)
         finally:
+            self.max_num_active_reqs = places
             self.running = [*self.running, *paused]
             self.waiting.show(())
 
@@ -212,6 +221,7 @@ class Pausing:
                     len(drafts) - padding,
                     tuple(tokens),
                     request.num_output_tokens,
+                    request.num_prompt_tokens,
                 )
             )
         outputs = super().update_from_output(scheduler_output, model_runner_output)

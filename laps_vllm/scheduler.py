@@ -52,6 +52,7 @@ ENDS = {
 }
 COMPILES = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
+IDLES = RequestStatus.WAITING_FOR_STREAMING_REQ
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 OBSERVE_S = 1.0
 """Time between two looks at the queue for the metrics."""
@@ -136,11 +137,17 @@ class Laps(Pausing):
     # Requests.
 
     def add_request(self, request: Request) -> None:
-        """Take in a new request, or further input of a known one."""
-        new = request.request_id not in self.requests
+        """Take in a new request, or further input of a session. To the core each turn of a session is a request."""
+        session = self.requests.get(request.request_id)
+        idle = session is not None and session.status is IDLES
         super().add_request(request)
-        if not new:
-            return
+        if session is None:
+            self._arrive(request)
+        elif idle and session.status is not IDLES and not session.is_finished():
+            self._arrive(session)
+
+    def _arrive(self, request: Request) -> None:
+        """Report a request, or a turn of a session, to the core."""
         params = request.sampling_params
         hints = hints_of(params.extra_args if params is not None else None)
         metrics = self._publisher.metrics
@@ -148,9 +155,7 @@ class Laps(Pausing):
             metrics.ignored_hints.labels(metrics.engine, name).inc()
         self._sequence += 1
         # vLLM ends a request at the model's longest context, whatever its limit.
-        most = self.max_model_len - request.num_prompt_tokens
-        # The turns of a session have limits of their own, and the core ends a request at the limit that it knows.
-        max_tokens = max(1, most if request.resumable else min(request.max_tokens, most))
+        max_tokens = max(1, min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))
         self.one_worker.arrived(
             RequestFacts(
                 request_id=request.request_id,
@@ -286,12 +291,15 @@ class Laps(Pausing):
             prefill_s=total_s * prefill_share,
             free_blocks=self.free_blocks(),
         )
+        for row in rows:
+            if _turn_is_over(row) and row.request.status is not IDLES and not row.request.is_finished():
+                self._arrive(row.request)  # the next turn has begun
         self._last_end_s = now_s
         self._count(now_s)
 
     def _count(self, now_s: float) -> None:
         metrics, worker = self._publisher.metrics, self.one_worker
-        if not self.requests:
+        if not self.get_num_unfinished_requests():
             worker.decide(now_s)
         for judged in worker.judged:
             labels = (metrics.engine, judged.moment.value, judged.basis.value)
@@ -334,18 +342,31 @@ class Laps(Pausing):
 
 def _step(row: Row) -> Step:
     """Return a row as a step, with its tokens cut as vLLM cut them at an end."""
-    request, computed, drafted, sampled, position = row
-    status = request.status
+    request, computed, drafted, sampled, position, _ = row
+    status, emitted, end = request.status, request.num_output_tokens, None
+    if status is not RUNNING and request.is_finished():
+        end = ENDS.get(status, End.ERROR)
+    elif _turn_is_over(row):
+        end = End.STOP
+        if status is not IDLES:  # the output is a part of the next turn's prompt
+            emitted = position + len(sampled)
+        elif emitted >= request.max_tokens:
+            end = End.LENGTH
     return Step(
         request.request_id,
         position,
-        # Where the next turn of a session has begun, the output is a part of the prompt already.
-        max(0, min(len(sampled), request.num_output_tokens - position)),
+        min(len(sampled), emitted - position),
         drafted,
         row.accepted if drafted else 0,
         max(0, computed - drafted - 1) if sampled else computed,
-        ENDS.get(status, End.ERROR) if status is not RUNNING and request.is_finished() else None,
+        end,
     )
+
+
+def _turn_is_over(row: Row) -> bool:
+    """Return whether a turn of a session ended in this step."""
+    request = row.request
+    return request.resumable and (request.status is IDLES or request.num_prompt_tokens != row.prompt)
 
 
 def _end_of(request: Request, status: RequestStatus) -> End:

@@ -88,6 +88,7 @@ _SCHEDULER_ATTRIBUTES = (
     "num_lookahead_tokens",
     "num_spec_tokens",
     "kv_holding_waiting",
+    "num_waiting_for_streaming_input",
     "finished_recving_kv_req_ids",
     "deferred_frees",
     "requires_kv_delivery",
@@ -108,6 +109,7 @@ _REQUEST_ATTRIBUTES = (
     "max_tokens",
     "lora_request",
     "resumable",
+    "num_prompt_tokens",
 )
 _OUTPUT_FIELDS = (
     "scheduled_new_reqs",

@@ -352,6 +352,57 @@ class TestSessions:
         assert request.num_output_tokens == 90
         assert min(reported) >= 0
 
+    def idle(self, server: Server, count: int) -> list[str]:
+        """Return sessions whose first turn is over."""
+        names = [f"session {number}" for number in range(count)]
+        for number, name in enumerate(names):
+            server.jobs[name], server.emitted[name] = Job(0, 16, 400), 0
+            params = SamplingParams(temperature=0, max_tokens=4)
+            prompt = [*range(3 + number, 19 + number)]
+            server.scheduler.add_request(
+                Request(name, prompt, params, None, block_hasher=server.hasher, resumable=True)
+            )
+        while server.busy:
+            server.step()
+            server.check()
+        statuses = {server.scheduler.requests[name].status for name in names}
+        assert statuses == {RequestStatus.WAITING_FOR_STREAMING_REQ}
+        return names
+
+    @BOTH
+    def test_sessions_that_wait_for_input_leave_the_step_to_others(self, asynchronous: bool) -> None:
+        """Also where they are more than a step and a list of the core have places for."""
+        server = laps(slots=2, residents=16, asynchronous=asynchronous)
+        self.idle(server, 6)
+        names = [server.add(Job(0, 16, 40)) for _ in range(4)]
+        before = len(server.run_sizes)
+        for _ in range(60):
+            server.step()
+            server.check()
+
+        assert set(names) <= server.ended.keys()
+        assert server.run_sizes[before + 1 : before + 8] == [2] * 7
+
+    @BOTH
+    @pytest.mark.parametrize("queued", [False, True])
+    def test_the_length_of_each_turn_is_learned(self, queued: bool, asynchronous: bool) -> None:
+        server = laps(asynchronous=asynchronous)
+        self.session(server, queued=queued)
+
+        assert server.scheduler.one_worker.core.priors.lengths_seen("") == pytest.approx(3, abs=0.01)
+
+    def test_a_session_that_ends_while_it_waits_leaves_nothing(self) -> None:
+        server = laps()
+        [name] = self.idle(server, 1)
+        server.abort(name)
+        server.add(Job(0, 16, 4))
+        while server.busy:
+            server.step()
+
+        worker = server.scheduler.one_worker
+        assert not server.scheduler.requests
+        assert not (worker._epochs or worker._unfinished or worker.core.queue(server.now_s, 10))
+
 
 class TestEveryRequestThatVllmTakesRuns:
     """However its pool is counted, vLLM has checked at its start that one request of the longest context fits."""
