@@ -109,6 +109,8 @@ class Laps(Pausing):
         self._seen_pauses = self._seen_evictions = 0
         self._held_steps = 0
         """Steps for which waiting requests have been held back."""
+        self._compiling: dict[str, Request] = {}
+        """Requests whose grammar compiles. The core lists no more than two steps of requests, and all must be able to run."""
         self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
         """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
@@ -142,7 +144,10 @@ class Laps(Pausing):
         idle = session is not None and session.status is IDLES
         super().add_request(request)
         if session is None:
-            self._arrive(request)
+            if request.status is COMPILES and not self._can_join(request):
+                self._compiling[request.request_id] = request
+            else:
+                self._arrive(request)
         elif idle and session.status is not IDLES and not session.is_finished():
             self._arrive(session)
 
@@ -192,6 +197,7 @@ class Laps(Pausing):
         """End requests that no step ended: cancelled, or stopped by a string that the API server found."""
         gone = super().finish_requests(request_ids, finished_status)
         for request in gone:
+            self._compiling.pop(request.request_id, None)
             self._known.pop(request.request_id, None)
             self.one_worker.ended(request.request_id, _end_of(request, finished_status))
         return gone
@@ -204,6 +210,8 @@ class Laps(Pausing):
             # vLLM drains: nothing new starts, and all that run go on.
             return sorted(self.running, key=self.rank_key)[: self.max_num_active_reqs]
         began_s = time.perf_counter()
+        for request in [request for request in self._compiling.values() if self._can_join(request)]:
+            self._arrive(self._compiling.pop(request.request_id))
         choice = self.one_worker.choose(self.clock(), self._now)
         for name in choice.evict:
             request = self.requests[name]

@@ -207,13 +207,11 @@ class TestAdapters:
 class TestRequestsThatAreNotReady:
     """Their grammar still compiles: vLLM passes over them."""
 
-    def compiling(self, server: Server, job: Job) -> SimpleNamespace:
+    def compiling(self, server: Server, job: Job, name: str = "compiling") -> SimpleNamespace:
         """Add a request whose grammar compiles; set `grammar` of what is returned when it is there."""
-        request = server.scheduler.requests[server.add(job, "compiling")]
-        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         made = SimpleNamespace(grammar=None, reasoning_ended=True)
         made._check_grammar_completion = lambda: made.grammar is not None
-        request.structured_output_request = made
+        server.add(job, name, structured=made)
         return made
 
     @pytest.mark.parametrize("which_first", ["compiling", "other"])
@@ -234,6 +232,25 @@ class TestRequestsThatAreNotReady:
 
         assert server.emitted[other] >= before + 12
         assert server.emitted["compiling"] == 0
+
+    def test_as_many_as_the_core_lists_leave_the_step_to_others(self) -> None:
+        server = laps(slots=2, residents=16)
+        for number in range(8):
+            self.compiling(server, Job(0, 16, 4, guess=4), f"compiling {number}")
+        others = [server.add(Job(0, 16, 60, guess=60)) for _ in range(2)]
+        for _ in range(12):
+            server.step()
+            server.check()
+
+        assert all(server.emitted[name] >= 11 for name in others)
+
+    def test_one_that_is_cancelled_leaves_nothing(self) -> None:
+        server = laps()
+        self.compiling(server, Job(0, 16, 4))
+        server.abort("compiling")
+
+        assert not server.scheduler.requests
+        assert not server.scheduler._compiling
 
     def test_they_run_by_their_rank_once_they_are_ready(self) -> None:
         server = laps(slots=1, residents=4)

@@ -176,8 +176,10 @@ class Server:
         self.run_sizes: list[int] = []
         self._random = random.Random(seed)
 
-    def add(self, job: Job, name: str = "", **sampling: Any) -> str:
-        """Add a request; `sampling`: more of its parameters, of vLLM's `SamplingParams`."""
+    def add(self, job: Job, name: str = "", *, structured: Any = None, **sampling: Any) -> str:
+        """Add a request. `structured`: what vLLM has for a request whose output has a format, while its grammar compiles;
+        `sampling`: more of its parameters, of vLLM's `SamplingParams`.
+        """
         name = name or str(len(self.jobs))
         extra: dict[str, Any] = {"workload_class": job.kind} if job.kind else {}
         if job.guess is not None:
@@ -194,6 +196,9 @@ class Server:
             priority=job.priority,
             block_hasher=self.hasher,
         )
+        if structured is not None:
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.structured_output_request = structured
         self.jobs[name], self.emitted[name] = job, 0
         self.scheduler.add_request(request)
         return name
