@@ -144,6 +144,8 @@ class Pausing:
         self.waiting = Window()
         self.evictions = 0
         """Requests whose KV was freed for others before they ended."""
+        self.blocked: frozenset[str] = frozenset()
+        """The requests of the newest step if others were paused for them and vLLM could run none of them."""
 
     # For subclasses.
 
@@ -191,11 +193,16 @@ class Pausing:
         self.waiting.show(admitted)
         self.running = run
         try:
-            return super().schedule(*args, **kwargs)
+            output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_active_reqs = places
             self.running = [*self.running, *paused]
             self.waiting.show(())
+        in_vain = paused and not output.num_scheduled_tokens
+        self.blocked = frozenset()
+        if in_vain and not any(request.num_in_flight_tokens for request in chosen):
+            self.blocked = frozenset(rank)
+        return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Apply the outcome of a step, and pass it to `observe`."""

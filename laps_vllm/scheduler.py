@@ -206,9 +206,12 @@ class Laps(Pausing):
 
     def select(self) -> list[Request]:
         """Return the requests of the next step; see `Pausing`."""
-        if self._pause_state != PauseState.UNPAUSED:
-            # vLLM drains: nothing new starts, and all that run go on.
-            return sorted(self.running, key=self.rank_key)[: self.max_num_active_reqs]
+        if self._pause_state != PauseState.UNPAUSED or self.blocked:
+            # vLLM drains, or what was chosen needs what the paused ones hold, such as room for encoded images: nothing
+            # new starts, and all that run go on.
+            by_rank = sorted(self.running, key=self.rank_key)
+            by_rank.sort(key=lambda request: request.request_id in self.blocked)
+            return by_rank[: self.max_num_active_reqs]
         began_s = time.perf_counter()
         for request in [request for request in self._compiling.values() if self._can_join(request)]:
             self._arrive(self._compiling.pop(request.request_id))

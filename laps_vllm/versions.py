@@ -99,6 +99,7 @@ _REQUEST_ATTRIBUTES = (
     "num_computed_tokens",
     "num_output_placeholders",
     "is_prefill_chunk",
+    "num_in_flight_tokens",
     "num_stale_output_tokens",
     "drop_stale_output",
     "spec_token_ids",

@@ -20,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.utils import ConstantList
 
@@ -325,6 +327,36 @@ def test_no_request_whose_kv_was_freed_ends_where_a_connector_hands_kv_over_at_t
 
     assert name in server.ended
     assert blocks >= 2
+
+
+@pytest.mark.usefixtures("nothing_reserved")
+@BOTH
+@pytest.mark.parametrize("text", [0, 10])
+def test_one_that_waits_for_room_for_its_image_does_not_stop_the_one_that_has_it(
+    text: int, asynchronous: bool
+) -> None:
+    """The images are the same size as the cache of encoded ones. `text`: tokens before an image, which can be computed."""
+    server = laps(slots=2, residents=8, asynchronous=asynchronous)
+    scheduler = server.scheduler
+    scheduler.max_num_scheduled_tokens = 64
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=100)
+    scheduler.max_num_encoder_input_tokens = 100
+
+    def add(length: int) -> str:
+        name = server.add(Job(0, 120, length, guess=length))
+        where = PlaceholderRange(offset=text, length=100)
+        scheduler.requests[name].mm_features = [MultiModalFeatureSpec(None, "image", name, where)]
+        return name
+
+    add(300)
+    server.step()
+    for _ in range(2):
+        add(4)
+    for _ in range(40):
+        server.step()
+        server.check()
+
+    assert len(server.ended) == 2
 
 
 class TestSessions:
