@@ -3,9 +3,9 @@
 Nothing of vLLM's `schedule` is copied. Before it runs, requests that pause are taken out of `running`, and of
 the waiting ones it sees only those that `select` named; afterwards they are put back. This uses five names of
 vLLM's scheduler (`running`, `waiting`, `schedule`, `_preempt_request`, `update_from_output`), its queue of
-requests that wait with KV (`kv_holding_waiting`: loaded by a connector, or further input of a session),
-counters of `Request` and of the block pool, and the limits of a step; `laps_vllm.versions` checks them at
-start.
+requests that wait with KV (`kv_holding_waiting`: loaded by a connector, or further input of a session; vLLM
+admits these before the others), counters of `Request` and of the block pool, and the limits of a step;
+`laps_vllm.versions` checks them at start.
 
 vLLM itself may leave a running request out of a step: it only iterates `running`, and blocks are freed only
 by a preemption and at the end. `max_num_seqs` bounds the resident requests (running and paused), and
@@ -48,6 +48,10 @@ class Window(RequestQueue):
     def show(self, requests: Iterable[Request]) -> None:
         """Show these requests, best first."""
         self._shown = deque(requests)
+
+    def those_of(self, requests: Iterable[Request]) -> list[Request]:
+        """Return those of these requests that wait here, in the same order."""
+        return [request for request in requests if request.request_id in self.all]
 
     def add_request(self, request: Request) -> None:
         """Add a request, not shown."""
@@ -134,7 +138,6 @@ class Pausing:
     num_waiting_for_streaming_input: int
     num_lookahead_tokens: int
     num_spec_tokens: int
-    kv_holding_waiting: Any
     finished_recving_kv_req_ids: set[str]
     deferred_frees: Iterable[tuple[int, Sequence[Any]]]
     requires_kv_delivery: bool
@@ -142,10 +145,11 @@ class Pausing:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.waiting = Window()
+        self.kv_holding_waiting = Window()
         self.evictions = 0
         """Requests whose KV was freed for others before they ended."""
         self.blocked: frozenset[str] = frozenset()
-        """The requests of the newest step if others were paused for them and vLLM could run none of them."""
+        """The requests of the newest step if vLLM could run none of them, and others hold KV."""
 
     # For subclasses.
 
@@ -163,6 +167,10 @@ class Pausing:
 
     def ran_instead(self, run: Sequence[Request]) -> None:
         """Take in that these requests run in place of the selected ones."""
+
+    def joining_with_kv(self, chosen: Sequence[Request]) -> list[Request]:
+        """Return the requests that wait with KV and may join the step, best first."""
+        return self.kv_holding_waiting.those_of(chosen)
 
     def rank_key(self, request: Request) -> Any:
         """Return the sort key for keeping KV: the largest loses its KV first."""
@@ -191,6 +199,7 @@ class Pausing:
         idle = self.num_waiting_for_streaming_input
         self.max_num_active_reqs = min(places + idle, self.max_num_running_reqs - len(paused))
         self.waiting.show(admitted)
+        self.kv_holding_waiting.show(self.joining_with_kv(chosen))
         self.running = run
         try:
             output = super().schedule(*args, **kwargs)
@@ -198,9 +207,12 @@ class Pausing:
             self.max_num_active_reqs = places
             self.running = [*self.running, *paused]
             self.waiting.show(())
-        in_vain = paused and not output.num_scheduled_tokens
+            self.kv_holding_waiting.show(())
         self.blocked = frozenset()
-        if in_vain and not any(request.num_in_flight_tokens for request in chosen):
+        others_have_kv = bool(paused) or len(self.kv_holding_waiting) > 0
+        if others_have_kv and not (
+            output.num_scheduled_tokens or any(request.num_in_flight_tokens for request in chosen)
+        ):
             self.blocked = frozenset(rank)
         return output
 
@@ -242,8 +254,8 @@ class Pausing:
         have them, and it waits.
         """
         self.running.remove(request)
-        # A connector that hands KV over at the end of a request cannot do so once it is freed: vLLM then drops an end that
-        # is in flight.
+        # A connector that hands KV over at the end of a request cannot do so once it is freed: vLLM then drops
+        # an end that is in flight.
         self._preempt_request(request, time.monotonic(), drop_stale_output=self.requires_kv_delivery)
         self.evictions += 1
 
@@ -255,8 +267,8 @@ class Pausing:
         return max(map(len, groups), default=0)
 
     def spared_blocks(self, request: Request) -> int:
-        """Return how many fewer KV blocks a request takes because it shares the first ones with others, by its part of
-        them: with n requests on a beginning, one n-th of its blocks.
+        """Return how many fewer KV blocks a request takes because it shares the first ones with others: of a
+        beginning that n requests hold, each takes one n-th.
         """
         if not request.num_computed_tokens or self._groups > 1:
             return 0
@@ -340,8 +352,7 @@ class Pausing:
 
     def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
         """Return the requests that join the step: the waiting ones of `chosen`."""
-        waiting = self.waiting.all
-        return [request for request in chosen if request.request_id in waiting]
+        return self.waiting.those_of(chosen)
 
     def _make_room(
         self, chosen: Sequence[Request], paused: list[Request], admitted: Sequence[Request]
@@ -351,8 +362,7 @@ class Pausing:
 
         Otherwise vLLM preempts the worst request of the step itself.
         """
-        # Those that wait with KV may join any step that has a place, and a session keeps its place in the
-        # model runner.
+        # A session keeps its place in the model runner while it waits, and who waits with KV takes one next.
         residents = len(self.running) + len(admitted) + len(self.kv_holding_waiting)
         most = self.max_num_running_reqs
         if residents <= most and self.surely_fits(chosen):

@@ -110,7 +110,8 @@ class Laps(Pausing):
         self._held_steps = 0
         """Steps for which waiting requests have been held back."""
         self._compiling: dict[str, Request] = {}
-        """Requests whose grammar compiles. The core lists no more than two steps of requests, and all must be able to run."""
+        """Requests whose grammar compiles. The core lists as many requests as two steps have, so all must be able
+        to run."""
         self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
         """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
@@ -207,9 +208,10 @@ class Laps(Pausing):
     def select(self) -> list[Request]:
         """Return the requests of the next step; see `Pausing`."""
         if self._pause_state != PauseState.UNPAUSED or self.blocked:
-            # vLLM drains, or what was chosen needs what the paused ones hold, such as room for encoded images: nothing
-            # new starts, and all that run go on.
-            by_rank = sorted(self.running, key=self.rank_key)
+            # vLLM drains, or those that were chosen need what others hold, such as room for encoded images:
+            # nothing new starts, and all that run go on.
+            with_kv = [request for request in self.kv_holding_waiting if self._can_join(request)]
+            by_rank = sorted([*self.running, *with_kv], key=self.rank_key)
             by_rank.sort(key=lambda request: request.request_id in self.blocked)
             return by_rank[: self.max_num_active_reqs]
         began_s = time.perf_counter()
@@ -275,8 +277,8 @@ class Laps(Pausing):
         return now
 
     def _can_join(self, request: Request) -> bool:
-        """Return whether a request that is not in `running` can take a place of the next step: it waits, or its KV has
-        arrived, and vLLM puts it in by itself where a place is free."""
+        """Return whether a request that is not in `running` can take a place of the next step: it waits, or its
+        KV has arrived."""
         status = request.status
         if status is COMPILES:
             wanted = request.structured_output_request

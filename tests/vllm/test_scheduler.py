@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.utils import ConstantList
 
@@ -294,6 +295,35 @@ class TestRequestsThatWaitWithKv:
 
         assert short in server.ended
         assert long not in server.ended
+
+    def test_one_that_is_not_chosen_takes_no_place_of_one_that_is(self) -> None:
+        """vLLM admits them before all others."""
+        server = laps(slots=1, residents=8)
+        long = server.add(Job(0, 16, 300, guess=300))
+        for _ in range(3):
+            server.step()
+        self.let_it_wait(server, long)
+        emitted = server.emitted[long]
+        short = server.add(Job(0, 16, 4, guess=4))
+        server.step()
+
+        assert server.emitted[short] > 0
+        assert server.emitted[long] == emitted
+
+    def test_those_that_a_drain_finds_end(self) -> None:
+        server = laps(slots=1, residents=8)
+        names = [server.add(Job(0, 16, length, guess=length)) for length in (30, 4)]
+        server.step()
+        self.let_it_wait(server, next(request.request_id for request in server.scheduler.running))
+        server.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        while server.scheduler.has_unfinished_requests():
+            server.step()
+
+        assert len(server.ended) == 1
+        server.scheduler.set_pause_state(PauseState.UNPAUSED)
+        while server.busy:
+            server.step()
+        assert server.ended.keys() == set(names)
 
     def test_they_count_among_the_resident_ones(self) -> None:
         """They may join any step that has a place, and then the model runner needs one for each."""

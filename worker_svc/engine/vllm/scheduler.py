@@ -82,6 +82,11 @@ class Rounds(Pausing):
         finds."""
         return [request for request in self._in_order if not request.is_finished()]
 
+    def joining_with_kv(self, chosen: Sequence[Request]) -> list[Request]:
+        """Return all requests that wait with KV: no round counts their blocks, and they hold these until they run."""
+        planned = super().joining_with_kv(chosen)
+        return planned + [request for request in self.kv_holding_waiting if request not in planned]
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the planned requests, and note what the prefix cache had."""
         planned = self._planned
