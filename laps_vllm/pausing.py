@@ -281,13 +281,19 @@ class Pausing:
         """Return the free KV blocks for each KV cache group, and those that are free once the steps in flight are
         over: with a connector that loads KV, vLLM frees the blocks of requests in these steps late.
         """
+        if not self.kv_cache_config.kv_cache_groups:
+            return self.pool_blocks
         free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
         free += sum([block.ref_cnt == 1 for _, blocks in self.deferred_frees for block in blocks])
         return free // self._groups
 
     @property
     def pool_blocks(self) -> int:
-        """The KV blocks for each KV cache group, without vLLM's null block."""
+        """The KV blocks for each KV cache group, without vLLM's null block. A model that keeps no KV, such as an
+        encoder, never has too few.
+        """
+        if not self.kv_cache_config.kv_cache_groups:
+            return self.max_num_running_reqs * -(-self.max_model_len // self.block_size)
         blocks: int = self.kv_cache_config.num_blocks
         return (blocks - 1) // self._groups
 

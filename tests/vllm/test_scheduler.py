@@ -19,13 +19,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.utils import ConstantList
 
+from bench._vllm.in_core import model_output
 from laps_sd.contract.length_features import FeatureHash, features_of_tokens, packed
 from laps_vllm.prompt_features import PromptWords
 from laps_vllm.scheduler import LapsAsyncScheduler, LapsScheduler, LapsSyncScheduler
@@ -127,6 +128,28 @@ def test_requests_with_one_beginning_run_together_where_its_kv_fits_once(asynchr
 
     assert max(server.run_sizes) == max(fcfs.run_sizes) == 32
     assert server.steps < 1.3 * fcfs.steps
+
+
+def test_a_model_that_keeps_no_kv_fills_its_steps() -> None:
+    """An encoder whose server returns embeddings. vLLM's pool for it has no block."""
+    server = laps(slots=8, residents=16, keeps_kv=False)
+    scheduler = server.scheduler
+    scheduler.max_num_scheduled_tokens = scheduler.scheduler_config.max_num_batched_tokens = 8 * 200
+    for number in range(16):
+        pooling = PoolingParams(task="embed")
+        scheduler.add_request(
+            Request(str(number), [3 + number] * 200, None, pooling, block_hasher=server.hasher)
+        )
+    sizes = []
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        outcome = model_output(names, [])
+        outcome.pooler_output = [torch.zeros(1) for _ in names]
+        scheduler.update_from_output(output, outcome)
+        sizes.append(len(names))
+
+    assert sizes == [8, 8]
 
 
 @BOTH

@@ -88,6 +88,7 @@ def config_of(
     budget: int = 512,
     block_size: int = BLOCK,
     tokenizer: bool = False,
+    keeps_kv: bool = True,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     model = ModelConfig(
         model=str(DEMO / "target"),
@@ -112,17 +113,19 @@ def config_of(
         policy=policy,
         async_scheduling=asynchronous,
     )
-    cache = CacheConfig(block_size=block_size, gpu_memory_utilization=0.5, enable_prefix_caching=True)
+    cache = CacheConfig(block_size=block_size, gpu_memory_utilization=0.5, enable_prefix_caching=keeps_kv)
     config = VllmConfig(
         model_config=model,
         cache_config=cache,
         parallel_config=parallel,
         scheduler_config=scheduling,
-        speculative_config=speculative,
+        speculative_config=speculative if keeps_kv else None,
         device_config=DeviceConfig("cpu"),
     )
     config.scheduler_config.async_scheduling = asynchronous
     cache.num_gpu_blocks = blocks
+    if not keeps_kv:
+        return config, KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     attention = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return config, KVCacheConfig(
         num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)]
@@ -143,6 +146,7 @@ class Server:
         policy: str = "fcfs",
         seed: int = 1,
         tokenizer: bool = False,
+        keeps_kv: bool = True,
     ) -> None:
         config, kv = config_of(
             slots=slots,
@@ -151,6 +155,7 @@ class Server:
             asynchronous=asynchronous,
             policy=policy,
             tokenizer=tokenizer,
+            keeps_kv=keeps_kv,
         )
         cls = cls or (AsyncScheduler if asynchronous else Scheduler)
         init_none_hash(sha256)
