@@ -128,7 +128,7 @@ def test_requests_with_and_without_hints_get_the_same_texts_and_metrics_show_it(
     else:
         assert sum(plain == hinted for plain, hinted in zip(*texts, strict=True)) >= 6
     assert texts[0][3].split(",")[0].strip() == "3"
-    ended = 'laps_sd_vllm_estimate_error_ratio_count{basis="client",engine="0",moment="arrival"}'
+    ended = 'laps_sd_vllm_estimate_error_ratio_count{basis="client_prompt",engine="0",moment="arrival"}'
     wait_until(
         lambda: value(server.get("/metrics"), ended) == 8.0, description="the engine has written its metrics"
     )
