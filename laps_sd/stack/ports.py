@@ -43,14 +43,22 @@ FLAGS = {
 
 def free_port() -> int:
     """Return a port on which no process listens at this time."""
-    for _ in range(100):
-        port = LISTENING[secrets.randbelow(len(LISTENING))]
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((HOST, port))
-            return port
-    with socket.socket() as probe:  # nearly all are taken: any port at all
-        probe.bind((HOST, 0))
+    with _bound_to_a_free_port() as probe:
         return int(probe.getsockname()[1])
+
+
+def _bound_to_a_free_port() -> socket.socket:
+    for _ in range(100):
+        made = socket.socket()
+        try:
+            made.bind((HOST, LISTENING[secrets.randbelow(len(LISTENING))]))
+        except OSError:  # a process listens there, or has reserved it
+            made.close()
+        else:
+            return made
+    made = socket.socket()
+    made.bind((HOST, 0))  # nearly all are taken: any port at all
+    return made
 
 
 class PortPlan:
@@ -90,29 +98,23 @@ class PortPlan:
     def free(self) -> int:
         """Return a port on which no process listens and which was not allocated here before."""
         while True:
-            port = free_port()
-            if port not in self._given and self._reserve(port):
-                self._given.add(port)
-                return port
+            bound = _bound_to_a_free_port()
+            port = int(bound.getsockname()[1])
+            if port in self._given:  # it was wanted
+                bound.close()
+                continue
+            self._given.add(port)
+            if sys.platform == "linux":
+                # Set after the bind, which so fails beside another reservation.
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._reserved.enter_context(bound)
+            else:  # pragma: no cover
+                bound.close()
+            return port
 
     def close(self) -> None:
         """Give the reserved ports back."""
         self._reserved.close()
-
-    def _reserve(self, port: int) -> bool:
-        """Reserve a port; return False if another process has taken it."""
-        if sys.platform != "linux":  # pragma: no cover
-            return True
-        reservation = socket.socket()
-        try:
-            # Bound before it gets SO_REUSEADDR: so it fails beside another reservation too.
-            reservation.bind((HOST, port))
-            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        except OSError:
-            reservation.close()
-            return False
-        self._reserved.enter_context(reservation)
-        return True
 
     def _check(self, what: str, port: int) -> None:
         with socket.socket() as probe:

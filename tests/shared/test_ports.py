@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from laps_sd.stack.ports import FREE_PORTS, HOST, PortPlan
+from laps_sd.stack.ports import FREE_PORTS, HOST, LISTENING, PortPlan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux alone")
 
@@ -56,10 +56,11 @@ def test_a_port_that_another_plan_has_allocated_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch, ports: PortPlan
 ):
     taken = ports.free()
-    with bound(0) as probe:
-        free = probe.getsockname()[1]
-    choices = iter([taken, free])
-    monkeypatch.setattr("laps_sd.stack.ports.free_port", lambda: next(choices))
+    other = PortPlan(FREE_PORTS)
+    free = other.free()
+    other.close()
+    choices = iter([LISTENING.index(taken), LISTENING.index(free)])
+    monkeypatch.setattr("laps_sd.stack.ports.secrets.randbelow", lambda _: next(choices))
     other = PortPlan(FREE_PORTS)
 
     try:
