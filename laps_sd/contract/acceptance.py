@@ -25,3 +25,8 @@ def accepted_of(draft_tokens: Sequence[int], chosen: Sequence[int]) -> int:
     while accepted < limit and draft_tokens[accepted] == chosen[accepted]:
         accepted += 1
     return accepted
+
+
+def tested_of(accepted: int, drafted: int) -> int:
+    """Return how many of `drafted` draft tokens were compared: those up to the first that is not accepted."""
+    return min(accepted + 1, drafted)

@@ -41,6 +41,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from laps_sd.contract.acceptance import tested_of
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
@@ -265,7 +266,7 @@ class RequestRound(NamedTuple):
     @property
     def tested(self) -> int:
         """Return how many of the draft tokens were compared: those up to the first that is not accepted."""
-        return 0 if self.error else min(self.accepted + 1, self.drafted)
+        return 0 if self.error else tested_of(self.accepted, self.drafted)
 
 
 @dataclass(frozen=True, slots=True)

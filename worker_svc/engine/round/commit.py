@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from laps_sd.contract.acceptance import accepted_of
+from laps_sd.contract.acceptance import accepted_of, tested_of
 from laps_sd.contract.ends import End
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.draft_lengths.outlook import OutputLengths
@@ -60,7 +60,7 @@ class Commit:
         if request.found is not None:
             lengths.found.observe(sequence.found, request.found, block)
         if not request.chunk and (request.catch_up or not drafted):
-            lengths.observe_acceptance(sequence.acceptance, accepted, min(accepted + 1, drafted))
+            lengths.observe_acceptance(sequence.acceptance, accepted, tested_of(accepted, drafted))
         of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if end.finish is not None:
             sequence.finished = True
