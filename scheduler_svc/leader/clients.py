@@ -80,7 +80,7 @@ class ShardLead(Protocol):
         """
 
     def capacity_tokens(self) -> int:
-        """Return the longest context that any worker that takes work could hold; 0 without such a worker."""
+        """Return the longest context that some worker could hold, in tokens; 0 without any."""
 
     def retry_after_s(self) -> float:
         """Return the estimated seconds until a full queue has room."""

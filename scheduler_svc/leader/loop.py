@@ -207,7 +207,7 @@ class Loop:
         return self._begun
 
     def capacity_tokens(self) -> int:
-        """Return the longest context that any worker that takes work could hold, in tokens."""
+        """Return the longest context that some worker could hold, in tokens; see `Scheduler.capacity_tokens`."""
         return self.core.capacity_tokens
 
     def retry_after_s(self) -> float:

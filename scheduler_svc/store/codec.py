@@ -36,7 +36,7 @@ def unpack_ids(packed: bytes | None) -> tuple[int, ...]:
 
 
 def unpack_prompt(packed: bytes | None) -> array[int]:
-    """Return the same as an array, which takes a tenth of the time."""
+    """Return the ids of packed int32 as an array, which is made in a tenth of the time of a tuple."""
     ids = array("i")
     if packed:
         ids.frombytes(packed)
