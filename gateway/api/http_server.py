@@ -348,8 +348,8 @@ def _by_itself(
 
 
 def _response(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, MakeReply]:
-    parsed, repeated = read_responses(body, on_unknown)
-    return parsed, partial(ResponsesReply, parsed, repeated)
+    parsed, tools, repeated = read_responses(body, on_unknown)
+    return parsed, partial(ResponsesReply, parsed, tools, repeated)
 
 
 def _message(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, MakeReply]:

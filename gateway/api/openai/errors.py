@@ -24,8 +24,10 @@ FIELD_NAMES = (
 )
 """Beginnings of our names of fields, with those of OpenAI."""
 
-FUNCTION_FIELD = re.compile(r"(\.tool(?:_call)?s\[\d+\]\.)(name|description|parameters|arguments)")
-"""Fields of a tool or of a call, which OpenAI has in an object `function`."""
+FUNCTION_FIELD = re.compile(
+    r"^(messages\.(?:.*\.)?tool(?:_call)?s\[\d+\]\.)(name|description|parameters|arguments)"
+)
+"""Fields of a tool or of a call of a chat, which OpenAI has in an object `function`."""
 
 STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,

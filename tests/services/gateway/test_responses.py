@@ -21,6 +21,12 @@ TOOL = {
     "description": "The weather.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+NAMESPACE: dict[str, Any] = {
+    "type": "namespace",
+    "name": "world",
+    "description": "The world.",
+    "tools": [TOOL],
+}
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 
 
@@ -162,6 +168,13 @@ async def test_a_format(served: Served, client: openai.AsyncOpenAI) -> None:
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "function", "name": 5}]}, "tools[1].name"),
+        ({"tools": [TOOL | {"name": "two words"}]}, "tools[0]"),
+        ({"tools": [NAMESPACE | {"name": "two words"}]}, "tools[0].tools[0]"),
+        ({"tools": [NAMESPACE | {"name": 5}]}, "tools[0].name"),
+        ({"tools": [NAMESPACE | {"tools": None}]}, "tools[0].tools"),
+        ({"tools": [NAMESPACE | {"tools": [TOOL, {"type": "custom"}]}]}, "tools[0].tools[1].type"),
+        ({"tools": [TOOL, NAMESPACE | {"tools": [TOOL, TOOL | {"name": 5}]}]}, "tools[1].tools[1].name"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
@@ -203,6 +216,37 @@ async def test_tools_that_are_not_functions_are_left_out_where_a_setting_allows_
     _, _, answer = await call
     assert [item["type"] for item in answer["output"]] == ["function_call"]
     assert "web_search" not in prompt_of(served, model)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_function_of_a_namespace_has_both_names(
+    served: Served, client: openai.AsyncOpenAI, model: ModelFiles, stream: bool
+) -> None:
+    asked: dict[str, Any] = {
+        **ASKED,
+        "tools": [TOOL, NAMESPACE],
+        "tool_choice": {"type": "function", "name": "weather", "namespace": "world"},
+    }
+    call = '{"name": "world__weather", "arguments": {"city": "Rome"}}'
+    if stream:
+        async with client.responses.stream(**asked) as events:
+            await served.finished(call)
+            response: Any = await events.get_final_response()
+    else:
+        response = await response_of(served, client, call, **asked)
+    (item,) = response.output
+    assert (item.type, item.namespace, item.name) == ("function_call", "world", "weather")
+    assert json.loads(item.arguments) == {"city": "Rome"}
+    assert prompt_of(served, model).count("world__weather") == 1
+
+    items: Any = [
+        {"role": "user", "content": "Is it hot?"},
+        item.model_dump(include={"type", "call_id", "namespace", "name", "arguments"}),
+        {"type": "function_call_output", "call_id": item.call_id, "output": "33 degrees"},
+    ]
+    again: dict[str, Any] = {"input": items, "tools": [NAMESPACE]}
+    await response_of(served, client, **again)
+    assert prompt_of(served, model).count("world__weather") == 3, "offered, called, answered"
 
 
 async def test_what_requests_nothing_is_accepted(served: Served, client: openai.AsyncOpenAI) -> None:

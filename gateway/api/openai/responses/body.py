@@ -18,8 +18,8 @@ from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
+from gateway.api.openai.responses.tools import ToolsOfResponse, name_in_chat, read_tools
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
-from gateway.api.openai.values import shown
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["ResponsesBody", "read_responses"]
@@ -86,6 +86,7 @@ class FunctionCall(Model):
     type: Literal["function_call"]
     call_id: Text
     name: Text
+    namespace: Text | None = None
     arguments: Text
 
 
@@ -152,11 +153,12 @@ class ResponsesBody(Model):
     include: list[Text] | None = None
 
 
-def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Json]:
-    """Return the chat that a body describes, and the fields that the answer repeats. Raises
+def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, ToolsOfResponse, Json]:
+    """Return the chat that a body describes, its tools, and the fields that the answer repeats. Raises
     InvalidArgument."""
     read = validated(ResponsesBody, body)
     _check_other_fields(body, read, on_unknown)
+    tools = read_tools(read.tools or (), on_unknown)
     chat: Json = {
         "model": read.model,
         "messages": list(_messages(read)),
@@ -164,7 +166,7 @@ def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Js
         "temperature": read.temperature,
         "top_p": read.top_p,
         "stream": read.stream,
-        "tools": list(_tools(read.tools or (), on_unknown)),
+        "tools": tools.functions,
         "tool_choice": _tool_choice(read.tool_choice),
         "parallel_tool_calls": read.parallel_tool_calls,
         "reasoning_effort": None if read.reasoning is None else read.reasoning.effort,
@@ -172,11 +174,12 @@ def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, Js
         **passed_on(body),
         **{name: body[name] for name in CONVERSATION_FIELDS if name in body},
     }
+    names = (*tools.names, *NAMES)
     try:
         parsed = read_chat(chat)
     except InvalidArgument as error:
-        raise renamed(error, NAMES) from None
-    return replace(parsed, names=NAMES), _repeated(read)
+        raise renamed(error, names) from None
+    return replace(parsed, names=names), tools, _repeated(read)
 
 
 def _messages(read: ResponsesBody) -> Iterator[Json]:
@@ -200,7 +203,7 @@ def _messages(read: ResponsesBody) -> Iterator[Json]:
             assistant |= {"role": "assistant", "content": _text(item.content)}
         elif isinstance(item, FunctionCall):
             assistant.setdefault("role", "assistant")
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": name_in_chat(item.name, item.namespace), "arguments": item.arguments}
             assistant.setdefault("tool_calls", []).append(
                 {"id": item.call_id, "type": "function", "function": function}
             )
@@ -220,22 +223,10 @@ def _text(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tools(tools: Sequence[Json], on_unknown: OnUnknown) -> Iterator[Json]:
-    """Yield the functions in the form of a chat; other tools, which only OpenAI or the client's own model
-    knows, are unknown."""
-    for index, tool in enumerate(tools):
-        kind = tool.get("type")
-        if kind == "function":
-            yield {"type": kind, "function": {name: value for name, value in tool.items() if name != "type"}}
-        else:
-            on_unknown(
-                f"tools[{index}].type", f"must be function, got {shown(kind)}: other tools are not run here"
-            )
-
-
 def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        name = name_in_chat(choice.get("name"), choice.get("namespace"))
+        return {"type": "function", "function": {"name": name}}
     return choice
 
 

@@ -10,6 +10,7 @@ from gateway.api.openai.errors import error_json
 from gateway.api.openai.growing import GrowingReply
 from gateway.api.openai.reply import COMPACT
 from gateway.api.openai.request import ParsedRequest
+from gateway.api.openai.responses.tools import ToolsOfResponse
 from gateway.model.reasoning import State
 from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import LapsSdError
@@ -26,6 +27,7 @@ class ResponsesReply(GrowingReply):
     def __init__(
         self,
         parsed: ParsedRequest,
+        tools: ToolsOfResponse,
         repeated: Json,
         accepted: Sequence[inference_pb2.Accepted],
         *,
@@ -37,6 +39,7 @@ class ResponsesReply(GrowingReply):
         """`repeated`: fields of the body that the answer has too."""
         super().__init__(AnswerReader(parsed, accepted, model, states))
         self._created = created_unix_s
+        self._tools = tools
         self._repeated = repeated
         self._number = 0
 
@@ -70,7 +73,7 @@ class ResponsesReply(GrowingReply):
             "id": f"fc_{self.id}_{len(self._blocks)}",
             "type": "function_call",
             "call_id": call_id,
-            "name": name,
+            **self._tools.item_of(name),
             "arguments": "",
             "status": "in_progress",
         }
