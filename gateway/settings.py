@@ -183,8 +183,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     max_messages: int = field(1024, help="Largest number of chat messages in one request.", minimum=1)
     max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
-    default_max_tokens: int = field(
-        1024, help="max_tokens of a request that sets none (less if the context leaves less).", minimum=1
+    default_max_tokens: int | None = field(
+        None,
+        help="max_tokens of a request that sets none (less if the context leaves less); none: all that the context leaves",
+        minimum=1,
+        unit="tokens",
     )
     max_choices: int = field(
         16, help="Largest number of outputs of one call: prompts times n.", minimum=1, maximum=1024

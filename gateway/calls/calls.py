@@ -137,7 +137,11 @@ class Calls:
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
                 async with _until(by_field):
                     submissions, states = await self._submissions.of(
-                        requests, caller.tenant, span.traceparent, reads_markup=reads_markup
+                        requests,
+                        caller.tenant,
+                        span.traceparent,
+                        reads_markup=reads_markup,
+                        capacity_tokens=self._shards.capacity_tokens,
                     )
                     if in_one_message:
                         check_whole_answer(submissions, self.settings.max_answer_bytes)

@@ -26,6 +26,7 @@ def complete(
     model: ModelFiles,
     tenant: str,
     fallback_seed: int,
+    capacity_tokens: int | None = None,
     choice: int = 0,
     bad_words: BadWords | None = None,
 ) -> gateway_link_pb2.Submit:
@@ -33,7 +34,8 @@ def complete(
 
     Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
     seed is increased by the choice's number (our choice); the first choice equals the request with n = 1. `bad_words`:
-    shared by all submissions of a call.
+    shared by all submissions of a call. `capacity_tokens`: the most tokens of prompt and output for which the workers
+    have room, if that is known; an output without a limit of its own is that much shorter.
     """
     prompt = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
@@ -47,7 +49,8 @@ def complete(
             f"must be at most {left} after a prompt of {len(prompt_ids)} tokens in a context of "
             f"{model.context_tokens}, got {request.sampling.max_tokens}",
         )
-    sampling = _filled_in(request.sampling, left, settings, model, fallback_seed)
+    room = left if capacity_tokens is None else max(1, min(left, capacity_tokens - len(prompt_ids)))
+    sampling = _filled_in(request.sampling, room, settings, model, fallback_seed)
     _set_bad_words(sampling, bad_words or BadWords(model))
     sampling.seed = (sampling.seed + choice) % 2**64
     specification = gateway_link_pb2.Specification(
@@ -89,25 +92,24 @@ def complete(
 
 def _filled_in(
     sampling: inference_pb2.SamplingParams,
-    left: int,
+    room: int,
     settings: GatewaySettings,
     model: ModelFiles,
     fallback_seed: int,
 ) -> inference_pb2.SamplingParams:
-    """Return sampling parameters with the defaults of the model and the gateway. `left`: tokens that fit after
+    """Return sampling parameters with the defaults of the model and the gateway. `room`: tokens that fit after
     the prompt. Raises InvalidArgument.
     """
+    most = min(room, settings.max_output_tokens)
     filled_in = inference_pb2.SamplingParams(
-        max_tokens=min(left, settings.default_max_tokens, settings.max_output_tokens),
+        max_tokens=min(most, settings.default_max_tokens or most),
         temperature=1.0,
         top_p=1.0,
         seed=fallback_seed,
     )
     filled_in.MergeFrom(model.recommended)
     if not sampling.HasField("max_tokens"):
-        filled_in.max_tokens = min(
-            max(filled_in.max_tokens, sampling.min_tokens), left, settings.max_output_tokens
-        )
+        filled_in.max_tokens = min(max(filled_in.max_tokens, sampling.min_tokens), most)
     filled_in.MergeFrom(sampling)
     if filled_in.min_tokens > filled_in.max_tokens:
         raise InvalidArgument(

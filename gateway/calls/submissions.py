@@ -44,9 +44,10 @@ class Submissions:
         traceparent: str,
         *,
         reads_markup: bool,
+        capacity_tokens: int | None,
     ) -> tuple[list[link_pb2.Submit], list[State | None]]:
         """Return all submissions of a call, and where the output of each begins if its reasoning will be
-        read. Raises before any of them is submitted."""
+        read. Raises before any of them is submitted. `capacity_tokens`: see `complete`."""
         made: list[link_pb2.Submit] = []
         states: list[State | None] = []
         of_prompts = 0
@@ -74,6 +75,7 @@ class Submissions:
                     model=self._model,
                     tenant=tenant,
                     fallback_seed=seed,
+                    capacity_tokens=capacity_tokens,
                     choice=choice,
                     bad_words=bad_words,
                 )

@@ -139,6 +139,13 @@ class Shards:
         return sum(link.load.workers for link in self._links.values() if link.load is not None)
 
     @property
+    def capacity_tokens(self) -> int | None:
+        """Return the largest sum of prompt and output tokens that every shard has room for; None if no leader
+        has reported one."""
+        loads = [link.load for link in self._open() if link.load is not None]
+        return min((load.capacity_tokens for load in loads if load.capacity_tokens), default=None)
+
+    @property
     def refusal(self) -> str:
         """Return the reasons why every shard would refuse any new request now; empty if one would
         accept it."""

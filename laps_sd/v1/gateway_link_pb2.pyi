@@ -142,6 +142,7 @@ class ShardLoad(_message.Message):
     GATEWAYS_FIELD_NUMBER: _builtins.int
     KV_USAGE_FIELD_NUMBER: _builtins.int
     REFUSES_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     backlog_s: _builtins.float
     """Machine seconds of remaining work, by the scheduler's estimates."""
     requests: _builtins.int
@@ -152,6 +153,10 @@ class ShardLoad(_message.Message):
     """Connected gateways, which all receive this and act on it until the next heartbeat."""
     kv_usage: _builtins.float
     """Share of the connected workers' KV blocks (of the target) that is in use, 0 to 1."""
+    capacity_tokens: _builtins.int
+    """Largest sum of prompt and output tokens that a new request can have, by the workers and the settings.
+    0: unknown.
+    """
     @_builtins.property
     def refuses(self) -> Global___SubmitRefused:
         """The refusal that any new request would get now. Absent: a request within the limits would be accepted."""
@@ -165,10 +170,11 @@ class ShardLoad(_message.Message):
         gateways: _builtins.int = ...,
         kv_usage: _builtins.float = ...,
         refuses: Global___SubmitRefused | None = ...,
+        capacity_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["refuses", b"refuses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "gateways", b"gateways", "kv_usage", b"kv_usage", "refuses", b"refuses", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "capacity_tokens", b"capacity_tokens", "gateways", b"gateways", "kv_usage", b"kv_usage", "refuses", b"refuses", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

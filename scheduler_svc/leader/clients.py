@@ -429,13 +429,19 @@ class Clients:
             except Fenced:
                 await self._lead.confirm_lead()
 
-    def _limit_tokens(self, submission: Submission) -> int:
-        """Return the most tokens of a request. Without a worker every request within the settings waits; with
-        workers, a new request that none of them could hold would never run. One that is restored was
-        accepted, and may wait for a worker that has not come yet.
+    @property
+    def most_tokens_of_new(self) -> int:
+        """Return the most tokens of a new request. Without a worker every request within the settings waits;
+        with workers, one that none of them could hold would never run.
         """
         limit = self._settings.max_context_tokens
-        return limit if submission.restores else min(limit, self._lead.capacity_tokens() or limit)
+        return min(limit, self._lead.capacity_tokens() or limit)
+
+    def _limit_tokens(self, submission: Submission) -> int:
+        """Return the most tokens of a request. One that is restored was accepted, and may wait for a worker that
+        has not come yet.
+        """
+        return self._settings.max_context_tokens if submission.restores else self.most_tokens_of_new
 
     def _admitted(
         self,

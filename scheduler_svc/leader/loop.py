@@ -183,6 +183,7 @@ class Loop:
             gateways=gateways,
             kv_usage=self._kv_usage,
             refuses=self.clients.refusal(),
+            capacity_tokens=self.clients.most_tokens_of_new,
         )
 
     def put(self, item: Item) -> None:

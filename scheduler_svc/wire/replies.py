@@ -221,6 +221,7 @@ def shard_load(
     gateways: int,
     kv_usage: float,
     refuses: Refused | None,
+    capacity_tokens: int,
 ) -> ShardLoad:
     """Return the load by which gateways choose a shard."""
     return ShardLoad(
@@ -230,6 +231,7 @@ def shard_load(
         gateways=gateways,
         kv_usage=kv_usage,
         refuses=refuses,
+        capacity_tokens=capacity_tokens,
     )
 
 

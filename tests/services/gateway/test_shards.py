@@ -128,6 +128,18 @@ class TestTheFile:
             await start_gateway("a:1", shards_file=tmp_path / "none")
 
 
+async def test_an_output_without_max_tokens_fits_every_shard(shop: Shop) -> None:
+    """What the context leaves is more than these workers have room for."""
+    for shard, room in (("s0", 60), ("s1", 80), ("s2", 0)):
+        await shop.add(shard, load=link_pb2.ShardLoad(workers=1, capacity_tokens=room))
+    await shop.open()
+
+    shard = await shop.submit()
+    (submit,) = shop.schedulers[shard].all_heard("submit")
+    specification = submit.specification
+    assert len(specification.prompt_ids) + specification.sampling.max_tokens == 60
+
+
 class TestTheChoice:
     async def test_is_the_least_expected_wait(self, shop: Shop) -> None:
         await shop.add("s0", load=load(backlog_s=30, workers=2))

@@ -208,7 +208,12 @@ def test_messages_need_a_template(model: ModelFiles) -> None:
 class TestTheContext:
     @pytest.fixture
     def completed(self, model: ModelFiles) -> Callable[..., Any]:
-        def run(request: GenerateRequest, prompt_tokens: int, settings: GatewaySettings = SETTINGS) -> Any:
+        def run(
+            request: GenerateRequest,
+            prompt_tokens: int,
+            settings: GatewaySettings = SETTINGS,
+            capacity_tokens: int | None = None,
+        ) -> Any:
             return complete(
                 request,
                 [70] * prompt_tokens,
@@ -216,9 +221,44 @@ class TestTheContext:
                 model=model,
                 tenant="t",
                 fallback_seed=9,
+                capacity_tokens=capacity_tokens,
             )
 
         return run
+
+    @pytest.mark.parametrize(
+        ("default", "capacity_tokens", "max_tokens"),
+        [
+            (None, None, CONTEXT - 10),
+            (20, None, 20),
+            (CONTEXT, None, CONTEXT - 10),
+            (None, CONTEXT - 5, CONTEXT - 15),
+            (20, 25, 15),
+            (None, 10, 1),
+            (None, 10 * CONTEXT, CONTEXT - 10),
+        ],
+    )
+    def test_and_the_workers_bound_an_output_without_max_tokens(
+        self,
+        completed: Callable[..., Any],
+        default: int | None,
+        capacity_tokens: int | None,
+        max_tokens: int,
+    ) -> None:
+        settings = dataclasses.replace(SETTINGS, default_max_tokens=default)
+        submit = completed(GenerateRequest(text="x"), 10, settings, capacity_tokens)
+        assert submit.specification.sampling.max_tokens == max_tokens
+
+    def test_longest_output_without_max_tokens_is_the_longest_that_is_accepted(
+        self, completed: Callable[..., Any]
+    ) -> None:
+        settings = dataclasses.replace(SETTINGS, default_max_tokens=None, max_output_tokens=30)
+        submit = completed(GenerateRequest(text="x"), 10, settings)
+        assert submit.specification.sampling.max_tokens == 30
+
+    def test_workers_with_little_room_do_not_change_max_tokens(self, completed: Callable[..., Any]) -> None:
+        submit = completed(sampling(max_tokens=100), 10, SETTINGS, 20)
+        assert submit.specification.sampling.max_tokens == 100, "refused by the scheduler, with the reason"
 
     def test_the_default_length_grows_to_min_tokens(self, completed: Callable[..., Any]) -> None:
         request = sampling(min_tokens=150)

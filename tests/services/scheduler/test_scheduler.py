@@ -901,6 +901,18 @@ async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wai
         assert too_long.refused.detail == "specification.prompt_ids must have at most 63 entries, got 64"
 
 
+async def test_with_each_heartbeat_gateways_learn_the_room_for_a_new_request(start: StartScheduler) -> None:
+    scheduler = await start(max_context_tokens=100)
+    await scheduler.wait_leading()
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    assert loop.load(gateways=1).capacity_tokens == 100, "any within the settings waits for a worker"
+    for max_length, room in ((64, 64), (200, 100)):
+        async with worker(scheduler.address, f"w{max_length}", max_length=max_length) as gpu:
+            await gpu.next("assignment")  # the core knows the worker
+            assert loop.load(gateways=1).capacity_tokens == room
+
+
 async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
