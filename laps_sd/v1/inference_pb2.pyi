@@ -510,7 +510,7 @@ class SamplingParams(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway (1024), or what the context leaves if that is less."""
+    """Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway if set, else what the context leaves."""
     temperature: _builtins.float
     """0 is greedy, and so is any value between 0 and 0.00001. Default 1."""
     top_p: _builtins.float

@@ -1111,7 +1111,7 @@ type SamplingParams struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway (1024), or what the context leaves if that is less.
+	// Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway if set, else what the context leaves.
 	MaxTokens *uint32 `protobuf:"varint,1,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
 	// 0 is greedy, and so is any value between 0 and 0.00001. Default 1.
 	Temperature *float32 `protobuf:"fixed32,2,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`

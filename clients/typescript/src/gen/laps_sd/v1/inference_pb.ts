@@ -495,7 +495,7 @@ export const TokenIdsSchema: GenMessage<TokenIds> = /*@__PURE__*/
  */
 export type SamplingParams = Message<"laps_sd.v1.SamplingParams"> & {
   /**
-   * Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway (1024), or what the context leaves if that is less.
+   * Largest number of output tokens. Default: LAPS_SD_DEFAULT_MAX_TOKENS of the gateway if set, else what the context leaves.
    *
    * @generated from field: optional uint32 max_tokens = 1;
    */
