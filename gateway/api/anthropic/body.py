@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -220,7 +220,7 @@ def _chat(read: CountBody, others: Json) -> ParsedRequest:
     choice = read.tool_choice
     thinks = read.thinking is not None and read.thinking.type != "disabled"
     output = read.output_config or OutputConfig()
-    messages = list(_messages(read))
+    messages = _joined(_messages(read))
     chat: Json = {
         "model": read.model,
         "messages": messages,
@@ -270,6 +270,24 @@ def _messages(read: CountBody) -> Iterator[Json]:
             made["tool_calls"] = calls
         if texts or thoughts or calls:
             yield made
+
+
+def _joined(messages: Iterable[Json]) -> list[Json]:
+    """Return the messages with consecutive turns of one side as one, as the API has it: many chat templates
+    refuse turns that do not alternate. A blank line separates their texts (our choice)."""
+    joined: list[Json] = []
+    for message in messages:
+        role = message["role"]
+        if not joined or role not in ("user", "assistant") or joined[-1]["role"] != role:
+            joined.append(message)
+            continue
+        before = joined[-1]
+        for name in ("content", "reasoning_content"):
+            if texts := [text for part in (before, message) if (text := part.get(name))]:
+                before[name] = "\n\n".join(texts)
+        if "tool_calls" in message:
+            before["tool_calls"] = before.get("tool_calls", []) + message["tool_calls"]
+    return joined
 
 
 def _instructions(system: str | list[TextBlock]) -> str:

@@ -183,6 +183,28 @@ async def test_instructions_may_come_between_the_messages(served: Served, model:
     )
 
 
+async def test_consecutive_turns_of_one_side_are_one(served: Served, model: ModelFiles) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "user", "content": "world"},
+        {"role": "assistant", "content": "Let me see."},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "33 degrees"}],
+        },
+        {"role": "user", "content": "And?"},
+    ]
+    await answer_of(served, "/v1/messages", BODY | {"messages": messages, "tools": [TOOL]})
+    prompt = prompt_of(served, model)
+    assert "<|user|>hello\n\nworld\n<|assistant|>Let me see." in prompt
+    assert prompt.count("<|assistant|>") == 2, "of the conversation and of the answer"
+    assert prompt.index("Rome") < prompt.index("33 degrees") < prompt.index("<|user|>And?")
+
+
 async def test_edits_that_clear_earlier_reasoning_are_the_templates_choice(
     served: Served, model: ModelFiles
 ) -> None:
