@@ -181,7 +181,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
         minimum=1,
         unit="characters",
     )
-    max_messages: int = field(1024, help="Largest number of chat messages in one request.", minimum=1)
+    max_messages: int = field(8192, help="Largest number of chat messages in one request.", minimum=1)
     max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
     default_max_tokens: int | None = field(
         None,
