@@ -142,6 +142,7 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
             context_tokens=settings.context_tokens,
             parsers=(settings.tool_parser, settings.reasoning_parser),
             recommendations=settings.generation_config == "model",
+            aliases=settings.model_aliases,
         )
     except ModelFilesError as error:
         raise StartupError(f"The model {name!r} cannot be served: {error}.") from error

@@ -89,6 +89,10 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "",
         help="Name under which the model is served. Empty: that of LAPS_SD_TOKENIZER_DIR, without it laps-sd-demo.",
     )
+    model_aliases: tuple[str, ...] = field(
+        (),
+        help="Further names, with commas between them, by which requests may name the model. Answers have its own",
+    )
     tokenizer_dir: Path | None = field(
         None,
         help="Directory with tokenizer.json, tokenizer_config.json and config.json of the target model, or its name "

@@ -257,8 +257,9 @@ class HttpServer:
 
     async def _model(self, request: web.Request) -> web.Response:
         self._tenants.of(with_api_key(request.headers.items()))
-        check_model(request.match_info["name"], self._calls.model)
-        return web.json_response(model_json(self._calls.model, self._created))
+        name = request.match_info["name"]
+        check_model(name, self._calls.model)
+        return web.json_response(model_json(self._calls.model, self._created, name))
 
     async def _health(self, request: web.Request) -> web.Response:
         if reason := self._calls.refusal:

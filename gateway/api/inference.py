@@ -66,15 +66,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # type: ignore[override]
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Return the one model."""
+        """Return the one model, once for each of its names."""
         served = self._calls.model
-        model = inference_pb2.Model(
-            name=served.name,
-            context_tokens=served.context_tokens,
-            vocab_size=served.vocab_size,
-            has_chat_template=served.template is not None,
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
+        models = [
+            inference_pb2.Model(
+                name=name,
+                context_tokens=served.context_tokens,
+                vocab_size=served.vocab_size,
+                has_chat_template=served.template is not None,
+            )
+            for name in served.names
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def Tokenize(  # type: ignore[override]
         self, request: inference_pb2.TokenizeRequest, context: Context

@@ -70,7 +70,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:  # type: ignore[override]
         """Return whether the model is ready: the one model is ready with the server."""
-        return pb.ModelReadyResponse(ready=self._ready() and request.name == self._calls.model.name)
+        return pb.ModelReadyResponse(ready=self._ready() and request.name in self._calls.model.names)
 
     async def ServerMetadata(  # type: ignore[override]
         self, request: pb.ServerMetadataRequest, context: Context
@@ -83,7 +83,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
     ) -> pb.ModelMetadataResponse:
         """Return the metadata of the model: one input, one output."""
         model = self._calls.model.name
-        if request.name != model:
+        if request.name not in self._calls.model.names:
             raise NotFound(f"there is no model {request.name[:80]!r}")
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(

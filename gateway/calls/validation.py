@@ -152,9 +152,10 @@ def check_whole_answer(submits: Sequence[gateway_link_pb2.Submit], most_bytes: i
 
 
 def check_model(name: str, model: ModelFiles) -> None:
-    """Raise InvalidArgument unless the name is that of the model served here."""
-    if name and name != model.name:
-        raise InvalidArgument("model", f"must be {model.name!r}, the model served here, got {_shown(name)}")
+    """Raise InvalidArgument unless the name is one of the model served here."""
+    if name and name not in model.names:
+        names = " or ".join(map(repr, model.names))
+        raise InvalidArgument("model", f"must be {names}, the model served here, got {_shown(name)}")
 
 
 def choices_of(request: inference_pb2.GenerateRequest) -> int:

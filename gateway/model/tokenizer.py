@@ -206,6 +206,13 @@ class ModelFiles:
     """Those of `silent_ids` that are markup of tool calls or reasoning."""
     recommended: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters that the model's generation_config.json recommends."""
+    aliases: Sequence[str] = ()
+    """Further names that requests may have for the model."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return all names of the model, its own first."""
+        return (self.name, *self.aliases)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a plain text, with the tokens that the tokenizer adds around a sequence
@@ -241,6 +248,7 @@ def load_model(
     context_tokens: int | None = None,
     parsers: Parsers = ("auto", "auto"),
     recommendations: bool = True,
+    aliases: Sequence[str] = (),
 ) -> ModelFiles:
     """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
     ModelFilesError.
@@ -298,6 +306,7 @@ def load_model(
         dialect=dialect,
         markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in dialect.markup()},
         recommended=parameters,
+        aliases=aliases,
     )
 
 

@@ -434,14 +434,14 @@ def sse(value: Json) -> bytes:
 
 
 def models_json(model: ModelFiles, created_unix_s: int) -> Json:
-    """Return the list of models."""
-    return {"object": "list", "data": [model_json(model, created_unix_s)]}
+    """Return the list of models: an entry for each name."""
+    return {"object": "list", "data": [model_json(model, created_unix_s, name) for name in model.names]}
 
 
-def model_json(model: ModelFiles, created_unix_s: int) -> Json:
-    """Return the entry of one model."""
+def model_json(model: ModelFiles, created_unix_s: int, name: str) -> Json:
+    """Return the entry of one name of the model."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": created_unix_s,
         "owned_by": "laps-sd",

@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.api import http_connections, http_server, http_stream
 from gateway.api.openai.reply import Reply
 from gateway.calls import calls
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.tokenizer import ModelFiles, load_model
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -26,7 +26,7 @@ from laps_sd.v1 import inference_pb2
 from laps_sd.v1.inference_pb2 import OutputFormat, SpeculationSummary, Timing
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
-from tests.services.gateway.conftest import CONTEXT, Running, Served, StartGateway
+from tests.services.gateway.conftest import CONTEXT, Running, Served, Start, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 
 Refused = link_pb2.SubmitRefused
@@ -1141,6 +1141,24 @@ class TestTheServer:
             assert (response.status, error["param"], error["code"]) == (404, "model", "model_not_found")
 
         assert (listed["id"], listed["object"], listed["max_model_len"]) == ("tiny", "model", CONTEXT)
+
+    async def test_takes_requests_for_each_name_of_its_model(self, serve: Start, model_dir: Path) -> None:
+        served = await serve(model=load_model(model_dir, name="tiny", aliases=("large", "gpt/4")))
+        async with served.session.get(served.url + "/v1/models") as response:
+            assert [one["id"] for one in (await response.json())["data"]] == ["tiny", "large", "gpt/4"]
+        async with served.session.get(served.url + "/v1/models/large") as response:
+            assert (await response.json())["id"] == "large"
+        listed = await served.running.stub.ListModels(inference_pb2.ListModelsRequest())
+        assert [one.name for one in listed.models] == ["tiny", "large", "gpt/4"]
+
+        call = asyncio.create_task(served.post("/v1/chat/completions", CHAT | {"model": "gpt/4"}))
+        await served.finished()
+        status, _, answer = await call
+        assert (status, answer["model"]) == (200, "tiny")
+        assert served.scheduler.all_heard("submit")[0].model == "tiny"
+        status, _, answer = await served.post("/v1/chat/completions", CHAT | {"model": "other"})
+        assert status == 404
+        assert "must be 'tiny' or 'large' or 'gpt/4', the model served here" in answer["error"]["message"]
 
     async def test_is_healthy_while_a_leader_is_there(
         self, served: Served, start_gateway: StartGateway
