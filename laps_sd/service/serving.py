@@ -18,7 +18,8 @@ Inside handlers raise `laps_sd.errors`; `app.stopping` (an asyncio.Event) is set
 
 Stop: the first SIGINT or SIGTERM makes the service not ready, calls `drain` (at most `drain_s`), accepts no
 new calls, waits for those in progress for the rest of `drain_s`, and ends them. The second one exits at once
-with 128 + signal. Liveness stays SERVING throughout.
+with 128 + signal. A signal after `stop_soon` is the first one: Kubernetes sends SIGTERM to a worker that
+drains already. Liveness stays SERVING throughout.
 
 Health names: "" and "readiness" and each service follow `set_ready`; "liveness" is SERVING while the event
 loop runs; a service may add names of its own (`own_names`). Every setting is also a flag: `python -m
@@ -131,6 +132,7 @@ class ServiceApp:
         self.closing.push_async_callback(asyncio.to_thread, self.tracing.close)
         self.metrics: metrics.MetricsServer | None = None
         self.ready = False
+        self._signalled = False
         self._health = health.aio.HealthServicer()
         self._health_server: grpc.aio.Server | None = None
         self._tasks: dict[asyncio.Task[Any], str] = {}
@@ -248,9 +250,10 @@ class ServiceApp:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        if self.stopping.is_set():
+        if self._signalled:
             sys.stderr.flush()
             os._exit(128 + number)
+        self._signalled = True
         self.stopping.set()
         log.info("stopping", signal=signal.Signals(number).name, active_calls=self.guard.active)
 

@@ -134,6 +134,14 @@ def test_a_drain_that_takes_too_long_is_cut_off() -> None:
     assert reconcile(seen(1, 2, pods=found, workers=workers)) == [Release("b"), Scale(1)]
 
 
+def test_a_worker_that_drains_and_is_no_longer_ready_goes_on_in_the_grace_period_of_its_pod() -> None:
+    """Kubernetes removes a pod that is not ready first, whatever its deletion cost."""
+    found = (*pods("a"), *pods("b", phase=Phase.RUNNING, chosen_s=95.0))
+    workers = (Worker(name="a", requests=3), Worker(name="b", requests=1, draining=True))
+
+    assert reconcile(seen(1, 2, pods=found, workers=workers)) == [Release("b"), Scale(1)]
+
+
 def test_a_pod_that_never_served_goes_before_any_other() -> None:
     found = (*pods("a", "b"), *pods("new", phase=Phase.PENDING))
     workers = (Worker(name="a"), Worker(name="b", requests=1))

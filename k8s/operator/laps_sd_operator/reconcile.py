@@ -6,14 +6,15 @@ actions and continue from its next observation.
 
 Scaling up is one action. Scaling down takes several, over many calls:
 
-1. **Choose** the pods to remove. First the pods that are not ready, which have no requests: Kubernetes
-   removes those first too, whatever their deletion cost. Then the pods that were chosen before. Then idle
+1. **Choose** the pods to remove. First the pods that are not ready: Kubernetes removes those first too,
+   whatever their deletion cost. Then the pods that were chosen before. Then idle
    workers. Then the worker that is cheapest to remove by the scheduler's estimate, one at a time.
 2. **Mark** the pod (deletion cost and time), then have the scheduler **drain** its worker: in this order, so
    that the choice survives a restart.
-3. As soon as a chosen pod has no requests or its drain time is over, **release** it (a deletion cost below that of
-   the other chosen pods) and **lower the replica count** by the number of released pods. Kubernetes deletes by
-   deletion cost.
+3. As soon as a chosen pod has no requests, is not ready or its drain time is over, **release** it (a deletion cost
+   below that of the other chosen pods) and **lower the replica count** by the number of released pods. Kubernetes
+   deletes by deletion cost. A worker that drains is not ready after a few seconds; it continues to drain while its
+   pod terminates, within the grace period.
 
 A marked pod that may stay is spared; its worker, whose process ends after the drain, restarts by itself. A
 manual change of the Deployment's scale is not reverted: its number becomes the pool's.
@@ -232,7 +233,7 @@ def _choose(seen: Seen, alive: list[Pod], count: int) -> list[Pod]:
 
 
 def _is_free(pod: Pod, seen: Seen) -> bool:
-    """Return whether the pod certainly has no requests."""
+    """Return whether the pod may go: it is not ready, or certainly has no requests."""
     if pod.phase < Phase.READY:
         return True
     if seen.workers is None:

@@ -227,7 +227,7 @@ def described_action(action: Action) -> tuple[str, str]:
         case Mark(pod, _):
             return "Chosen", f"marked {pod} for removal"
         case Release(pod):
-            return "Released", f"{pod} may go: it has no requests, or its drain time is over"
+            return "Released", f"{pod} may go: it has no requests, is not ready, or its drain time is over"
         case Spare(pod):
             return "Spared", f"removed the mark of {pod}"
         case Drain(worker):

@@ -94,6 +94,24 @@ async def test_sigterm_drains_and_the_worker_leaves_with_success() -> None:
         assert await worker.exit_code() == 0
 
 
+async def test_a_drain_that_was_ordered_goes_on_when_the_pod_is_deleted() -> None:
+    """A worker that drains is not ready, so that Kubernetes removes its pod first."""
+    async with scheduler() as s, process(scheduler_seeds=s.address) as worker:
+        stream = await s.greet()
+        await worker.event("ready")
+        await stream.lease(spec("a", max_tokens=100))
+        await stream.assign("a")
+        await stream.until(lambda s: len(s.reports) > 0, "it works")
+        await stream.send(drain=pb.Drain())
+        await stream.until(lambda s: s.drains == 1, "the wish to leave")
+        worker.child.send_signal(signal.SIGTERM)
+        await worker.event("stopping")
+        await stream.until_ended("a")
+        await stream.send(drained=pb.Drained())
+
+        assert await worker.exit_code() == 0
+
+
 async def test_health_tells_a_loaded_engine_from_a_greeted_worker() -> None:
     """A start-up probe that waits for a scheduler would kill workers during the scheduler's outage."""
     async with process(engine="demo", scheduler_seeds="127.0.0.1:1") as worker:
