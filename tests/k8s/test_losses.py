@@ -142,6 +142,24 @@ def test_a_claim_that_kubernetes_would_not_change_is_refused_before_anything_cha
     assert "--cascade=orphan" in refusal
 
 
+def test_a_claim_whose_class_is_no_longer_named_is_refused_too(upgrade: Any) -> None:
+    refusal = upgrade({"redis": {"bundled": {"storageClassName": "fast"}}}, {})
+
+    assert 'differ from those of the StatefulSet demo-laps-sd-redis ("1Gi", "fast")' in refusal
+
+
+@pytest.mark.parametrize(
+    ("stored", "given"),
+    [("1Gi", "1024Mi"), ("1536Mi", "1.5Gi"), ("2Ti", "2048Gi"), ("10G", "1e10"), ("2Pi", "2Pi")],
+)
+def test_a_size_is_the_same_in_the_form_in_which_kubernetes_stores_it(
+    upgrade: Any, stored: str, given: str
+) -> None:
+    before, after = ({"redis": {"bundled": {"storage": size}}} for size in (stored, given))
+
+    assert RENDERED in upgrade(before, after)
+
+
 def test_a_name_that_would_be_cut_off_is_refused(upgrade: Any) -> None:
     refusal = upgrade({}, {}, release="a-release-of-a-long-name")
 

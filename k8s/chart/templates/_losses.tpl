@@ -77,7 +77,7 @@
 {{- $claim := .spec.volumeClaimTemplates | default list | first | default dict -}}
 {{- $size := dig "spec" "resources" "requests" "storage" "" $claim -}}
 {{- $class := dig "spec" "storageClassName" "" $claim -}}
-{{- if or (ne $size (toString $wanted.storage)) (and $wanted.storageClassName (ne $class $wanted.storageClassName)) -}}
+{{- if or (ne (include "laps-sd.bytes" $size) (include "laps-sd.bytes" $wanted.storage)) (and $size (ne $class $wanted.storageClassName)) -}}
 {{- fail (printf "redis.bundled.storage and storageClassName (%q, %q) differ from those of the StatefulSet %s (%q, %q), which Kubernetes does not change. For a larger claim, resize it (kubectl -n %s patch pvc data-%s-0), then delete the StatefulSet and keep its pod (kubectl -n %s delete statefulset %s --cascade=orphan), and upgrade again." $wanted.storage $wanted.storageClassName $name $size $class $.Release.Namespace $name $.Release.Namespace $name) -}}
 {{- end -}}
 {{- end -}}

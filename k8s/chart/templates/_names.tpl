@@ -143,10 +143,16 @@ annotations: {{- toYaml . | nindent 2 }}
      without a limit. */}}
 {{- define "laps-sd.recordMemory" -}}
 {{- $limit := dig "limits" "memory" "" . | toString -}}
-{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
-{{- $unit := regexFind "[A-Za-z]*$" $limit -}}
-{{- if and $limit (not (hasKey $units $unit)) -}}
+{{- $bytes := include "laps-sd.bytes" $limit -}}
+{{- if not (regexMatch "^[0-9]+$" $bytes) -}}
 {{- fail (printf "redis.bundled.resources.limits.memory is %q: give it in bytes or with one of the units k, M, G, T, Ki, Mi, Gi, Ti" $limit) -}}
 {{- end -}}
-{{- $limit | trimSuffix $unit | float64 | mulf (get $units $unit) 0.6 | floor | int64 -}}
+{{- $bytes | float64 | mulf 0.6 | floor | int64 -}}
+{{- end -}}
+
+{{/* Whole bytes of a quantity; one with another unit as it is. Kubernetes stores quantities in another form than it gets: 1024Mi as 1Gi. */}}
+{{- define "laps-sd.bytes" -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $unit := regexFind "[A-Za-z]*$" . -}}
+{{- if hasKey $units $unit }}{{ trimSuffix $unit . | float64 | mulf (get $units $unit) | floor | int64 }}{{ else }}{{ . }}{{ end -}}
 {{- end -}}
