@@ -109,7 +109,7 @@ Chart {chart["version"]}, LAPS-SD {chart["appVersion"]}, Kubernetes {chart["kube
 SpeculativePool (for `operator.enabled`) and never changes it; before an upgrade of the chart:
 
 ```console
-$ helm show crds CHART | kubectl apply --server-side -f -
+$ helm show crds CHART | kubectl apply --server-side --force-conflicts -f -
 ```
 
 docs/kubernetes.md of the project explains installation, sizes, upgrades, doors, network policies and alerts.
