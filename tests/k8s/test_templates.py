@@ -117,6 +117,8 @@ FREE = {
     "topologySpreadConstraints",
     "parentRefs",
     "extraTriggers",
+    "strings",
+    "environment",
 }
 """Maps whose keys are Kubernetes', vLLM's or the user's own."""
 
