@@ -118,6 +118,7 @@ FREE = {
     "parentRefs",
     "extraTriggers",
     "strings",
+    "labels",
     "environment",
 }
 """Maps whose keys are Kubernetes', vLLM's or the user's own."""
