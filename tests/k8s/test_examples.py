@@ -13,7 +13,7 @@ from laps_sd.service import config
 from laps_vllm.settings import VllmSettings
 from tests.k8s.conftest import EXAMPLES, example
 from tests.k8s.helm import ROOT, find
-from tests.k8s.pod_security import breaches
+from tests.k8s.pod_security import breaches, pod_templates
 from tests.k8s.schemas import Schemas
 
 VALUES = ("values-vllm-8b", "values-vllm-70b")
@@ -65,6 +65,18 @@ def test_the_plain_server_keeps_to_the_standard_restricted(serve: dict[str, Any]
 
     assert list(breaches(spec)) == []
     assert spec["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_the_objects_of_the_pages_are_valid_and_keep_to_the_standard_restricted(kubernetes: None) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    found = [
+        yaml.safe_load(one) for text in texts for one in re.findall(r"<<'END'\n(.*?)\nEND\n", text, re.DOTALL)
+    ]
+    schemas = Schemas("1.30")
+
+    assert {one["kind"] for one in found} == {"PersistentVolumeClaim", "Pod"}
+    assert [problem for one in found for problem in schemas.problems(one)] == []
+    assert [list(breaches(spec)) for _, spec in pod_templates(found)] == [[]]
 
 
 def test_the_plain_server_is_reached_and_has_its_volumes(serve: dict[str, Any]) -> None:
