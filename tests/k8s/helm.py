@@ -66,11 +66,13 @@ class Helm3:
         crds: Sequence[str] = (),
         chart: Path = CHART,
         kubernetes: str = "1.30",
+        release: str = "demo",
+        namespace: str = NAMESPACE,
     ) -> list[dict[str, Any]]:
         more = [part for crd in crds for part in ("--api-versions", crd)]
         version = ("--kube-version", f"{kubernetes}.0")
         text = self._run(
-            "template", "demo", str(chart), *version, "--namespace", NAMESPACE, *more, values=values
+            "template", release, str(chart), *version, "--namespace", namespace, *more, values=values
         )
         return objects(text)
 

@@ -150,6 +150,23 @@ def test_names_are_short_enough_for_the_labels_that_kubernetes_makes_of_them(hel
         ]["name"]
 
 
+@pytest.mark.parametrize("name", ["70", "0x1", "1e3", "on", "null"])
+def test_a_name_that_yaml_could_take_for_something_else_is_a_text(
+    helm3: Any, kubernetes: None, name: str
+) -> None:
+    pool = {"name": name, "model": "laps-sd-demo", "workers": {"autoscaling": {"hpa": True}}}
+    found = helm3.render(
+        {"fullnameOverride": "x", "pools": [pool], "operator": {"enabled": True}},
+        release=name,
+        namespace=name,
+    )
+
+    schemas = Schemas("1.30")
+    own = [one for one in found if one["kind"] not in CUSTOM]
+    assert [problem for one in own for problem in schemas.problems(one)] == []
+    assert {one["metadata"]["labels"]["app.kubernetes.io/instance"] for one in found} == {name}
+
+
 def test_what_a_cluster_lacks_is_left_out(helm3: Any) -> None:
     auto = {"monitoring": {"podMonitor": "auto", "rules": "auto"}}
     auto["poolDefaults"] = {"workers": {"autoscaling": {"keda": "auto"}}}

@@ -32,13 +32,13 @@
 {{/* What selects the pods of a component. Arguments: root, pool (or nil), component; perhaps shard. */}}
 {{- define "laps-sd.selector" -}}
 app.kubernetes.io/name: laps-sd
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- if .pool }}
-laps-sd.dev/pool: {{ .pool.name }}
+laps-sd.dev/pool: {{ .pool.name | quote }}
 {{- end }}
 {{- with .shard }}
-laps-sd.dev/shard: {{ .name }}
+laps-sd.dev/shard: {{ .name | quote }}
 {{- end }}
 {{- end -}}
 

@@ -99,7 +99,7 @@ spec:
         {{- with $values.resourceClaims }}
         claims:
           {{- range . }}
-          - name: {{ .name }}
+          - name: {{ .name | quote }}
           {{- end }}
         {{- end }}
       volumeMounts:
