@@ -76,10 +76,20 @@ class Helm3:
         )
         return objects(text)
 
-    def upgrade(self, values: dict[str, Any], *, kubeconfig: Path, release: str) -> None:
-        """Upgrade or install a release of the cluster. Refused if the chart or the cluster refuses."""
+    def upgrade(
+        self, values: dict[str, Any], *, kubeconfig: Path, release: str, save: Path | None = None
+    ) -> None:
+        """Upgrade or install a release of the cluster, and save what was rendered for it. Refused if the chart or
+        the cluster refuses.
+        """
         where = ("--namespace", NAMESPACE, "--kubeconfig", str(kubeconfig))
-        self._run("upgrade", "--install", "--skip-crds", release, str(CHART), *where, values=values)
+        saving: tuple[str, ...] = ()
+        if save is not None:
+            program = save.with_suffix(".sh")
+            program.write_text(f"#!/bin/sh\nexec tee {save}\n")
+            program.chmod(0o755)
+            saving = ("--post-renderer", str(program))
+        self._run("upgrade", "--install", "--skip-crds", release, str(CHART), *where, *saving, values=values)
 
     def lint(self, values: dict[str, Any]) -> None:
         self._run("lint", str(CHART), "--strict", values=values)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.k8s.api_server import ApiServer
 from tests.k8s.conftest import GPU_POOL, MATRIX
-from tests.k8s.helm import Refused
+from tests.k8s.helm import Refused, find, objects
 from tests.k8s.operator_process import kubeconfig_of
 
 RENDERED = "unable to build kubernetes objects from release manifest"
@@ -242,3 +242,31 @@ def test_a_name_that_no_service_can_have_is_refused(upgrade: Any, release: str) 
     refusal = upgrade({}, {}, release=release)
 
     assert f'"{release}-laps-sd", begins with a digit or has a dot' in refusal
+
+
+AUTOSCALED: dict[str, Any] = {"poolDefaults": {"workers": {"autoscaling": {"hpa": True}}}}
+OPERATED: dict[str, Any] = {"operator": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        pytest.param({}, AUTOSCALED, "Deployment", id="autoscaling begins"),
+        pytest.param(AUTOSCALED, AUTOSCALED, "Deployment", id="nothing changes"),
+        pytest.param(AUTOSCALED | OPERATED, AUTOSCALED | OPERATED, "SpeculativePool", id="of the operator"),
+        pytest.param(AUTOSCALED, AUTOSCALED | OPERATED, "SpeculativePool", id="the operator begins"),
+    ],
+)
+def test_an_upgrade_keeps_the_number_that_an_autoscaler_has_set(
+    helm3: Any, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], kind: str
+) -> None:
+    name, saved = "demo-laps-sd-demo-worker", tmp_path / "rendered.yaml"
+    with ApiServer().serve_beside() as server:
+        server.run(lambda: server.add_rendered(helm3.render(before)))
+        scaled = "speculativepools" if "operator" in before else "deployments"
+        server.run(lambda: server.change(scaled, name, {"spec": {"replicas": 5}}))
+        config = kubeconfig_of(server.url, tmp_path / "config")
+        with pytest.raises(Refused, match=RENDERED):
+            helm3.upgrade(after, kubeconfig=config, release="demo", save=saved)
+
+    assert find(objects(saved.read_text()), kind, "demo-worker")["spec"]["replicas"] == 5
