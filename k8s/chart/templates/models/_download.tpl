@@ -8,7 +8,10 @@
 - name: {{ .role }}-download
   image: {{ .image }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command:
+  # The first process of a container gets only signals that it handles: without the trap a pod that is deleted while it
+  # downloads stays until its grace period is over.
+  command: [sh, -c, 'trap "exit 143" TERM; "$@" & wait $!', sh]
+  args:
     - hf
     - download
     - {{ $model.repo | quote }}
@@ -74,9 +77,10 @@
     - sh
     - -c
     - |
+      trap 'exit 143' TERM
       {{- range $role := .roles }}
       {{- $model := get $.pool $role }}
-      until [ -e {{ include "laps-sd.modelWhole" $model }} ]; do echo 'the Job has not downloaded {{ $model.repo }} yet'; sleep 10; done
+      until [ -e {{ include "laps-sd.modelWhole" $model }} ]; do echo 'the Job has not downloaded {{ $model.repo }} yet'; sleep 10 & wait $!; done
       {{- end }}
   {{- include "laps-sd.containerSecurity" .root | nindent 2 }}
   resources:
