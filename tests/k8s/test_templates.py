@@ -62,6 +62,13 @@ def test_notes_name_the_next_command_and_what_is_only_good_for_a_trial(helm4: An
     assert "no standby" in notes
 
 
+def test_notes_scale_by_hand_only_what_no_autoscaler_scales(helm4: Any) -> None:
+    command = "kubectl -n models scale deployment/demo-laps-sd-demo-worker --replicas 3"
+
+    assert command in helm4.notes({})
+    assert command not in helm4.notes({"poolDefaults": {"workers": {"autoscaling": {"hpa": True}}}})
+
+
 def test_notes_say_how_to_call_a_gateway_with_a_certificate_and_keys(helm4: Any) -> None:
     notes = helm4.notes(
         {
