@@ -219,7 +219,9 @@ class WorkerStatus(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     worker_name: _builtins.str
+    """Empty: it has not connected to this leader yet, which knows its id from the record."""
     device: _builtins.str
+    """Empty while it is not connected."""
     connected: _builtins.bool
     draining: _builtins.bool
     slots: _builtins.int

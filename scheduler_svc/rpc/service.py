@@ -436,5 +436,6 @@ class Admin(admin_pb2_grpc.AdminServicer):
 def _worker_status(view: WorkerView, roster: Roster) -> admin_pb.WorkerStatus:
     session = roster.session(view.worker_id)
     if session is None:
-        return views.worker_status(view, connected=False, name="", device="")
+        name = entry.name if (entry := roster.workers.get(view.worker_id)) is not None else ""
+        return views.worker_status(view, connected=False, name=name, device="")
     return views.worker_status(view, connected=True, name=session.worker_name, device=session.device)

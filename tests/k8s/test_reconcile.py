@@ -86,6 +86,18 @@ def test_a_worker_that_ended_when_it_was_drained_counts_as_drained() -> None:
     assert reconcile(seen(1, 2, pods=found, workers=workers)) == [Release("b"), Scale(1)]
 
 
+def test_a_pod_is_not_idle_while_a_worker_of_unknown_name_has_requests() -> None:
+    """A new leader knows from the record that a worker has requests, and its name when it has connected."""
+    unknown = (Worker(name="", requests=3), Worker(name="c"))
+    found = pods("a", "b", "c")
+
+    assert reconcile(seen(1, 3, pods=found, workers=unknown)) == [Mark("c", 100.0), Drain("c")]
+    assert reconcile(seen(1, 3, pods=found, workers=(Worker(name=""), Worker(name="c")))) == [
+        Mark("a", 100.0),
+        Mark("b", 100.0),
+    ]
+
+
 def test_a_victim_goes_as_soon_as_it_is_free_and_not_when_all_are() -> None:
     found = (*pods("a"), *pods("b", "c", chosen_s=95.0))
     workers = (

@@ -52,9 +52,10 @@ class Pod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One worker in the scheduler's view; its name is that of its pod."""
+    """One worker in the scheduler's view."""
 
     name: str
+    """Name of its pod; empty: a new leader knows of it from the record, and it has not connected yet."""
     draining: bool = False
     requests: int = 0
     """Number of requests on its list."""
@@ -238,7 +239,10 @@ def _is_free(pod: Pod, seen: Seen) -> bool:
         return True
     if seen.workers is None:
         return False
-    return all(worker.requests == 0 for worker in seen.workers if worker.name == pod.name)
+    named = [worker for worker in seen.workers if worker.name == pod.name]
+    # A worker of unknown name may be that of any pod whose own is not listed.
+    possible = named or [worker for worker in seen.workers if not worker.name]
+    return not any(worker.requests for worker in possible)
 
 
 def _is_overdue(pod: Pod, seen: Seen) -> bool:

@@ -374,6 +374,26 @@ async def workers_are(scheduler: SchedulerUnderTest, connected: list[bool]) -> N
         await wait_until_async(as_wanted, description=f"workers are connected: {connected}")
 
 
+async def test_a_worker_whose_stream_broke_is_listed_by_its_name(start: StartScheduler) -> None:
+    """By the name of its pod the operator finds that it still has requests."""
+    scheduler = await start()
+    async with gateway(scheduler.address) as client:
+        async with worker(scheduler.address, "w1") as gpu:
+            await client.submit("r1")
+            await gpu.assigned("r1")
+            (before,) = (await listed(scheduler)).workers
+        await workers_are(scheduler, [False])
+        (after,) = (await listed(scheduler)).workers
+
+    assert before.worker_name
+    assert (after.worker_name, after.listed) == (before.worker_name, 1)
+
+
+async def listed(scheduler: SchedulerUnderTest) -> admin_pb.ListWorkersResponse:
+    async with grpc.aio.insecure_channel(scheduler.address) as channel:
+        return await admin_pb2_grpc.AdminStub(channel).ListWorkers(admin_pb.ListWorkersRequest())
+
+
 async def test_a_new_leader_goes_on_from_the_record_and_takes_what_the_worker_offers_again(
     start: StartScheduler,
 ) -> None:
