@@ -1,8 +1,11 @@
 """`python -m gateway`: one gateway process, configured by LAPS_SD_* variables."""
 
-from gateway.app import serve
-from gateway.settings import GatewaySettings
-from laps_sd.service.serving import main
+from laps_sd.service.extras import needs
+
+with needs("gateway"):
+    from gateway.app import serve
+    from gateway.settings import GatewaySettings
+    from laps_sd.service.serving import main
 
 if __name__ == "__main__":
     main("gateway", GatewaySettings, serve)

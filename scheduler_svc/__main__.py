@@ -8,17 +8,20 @@ import time
 from laps_sd.errors import StartupError
 from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.service.certificates import expose_expiry
+from laps_sd.service.extras import needs
 from laps_sd.service.log import get_logger
 from laps_sd.service.serving import ServiceApp, main
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
-from scheduler_svc.leader.leadership import Leadership
-from scheduler_svc.record import open_record
-from scheduler_svc.roles import ClientRoles
-from scheduler_svc.rpc.autoscaling import ExternalScaler
-from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
-from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.store.errors import SchemaMismatch
-from scheduler_svc.store.records import Limits
+
+with needs("scheduler"):
+    from scheduler_svc.leader.leadership import Leadership
+    from scheduler_svc.record import open_record
+    from scheduler_svc.roles import ClientRoles
+    from scheduler_svc.rpc.autoscaling import ExternalScaler
+    from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
+    from scheduler_svc.settings import SchedulerSettings
+    from scheduler_svc.store.errors import SchemaMismatch
+    from scheduler_svc.store.records import Limits
 
 log = get_logger(__name__)
 

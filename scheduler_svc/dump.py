@@ -19,14 +19,17 @@ from typing import Annotated, Any
 import typer
 
 from laps_sd.service.config import ConfigError, load
+from laps_sd.service.extras import needs
 from laps_sd.service.flags import GroupedCommand, options, with_version
-from scheduler_svc.record import open_record
-from scheduler_svc.record_settings import RecordSettings
-from scheduler_svc.store.errors import SchemaMismatch, StoreError, StoreUnavailable
-from scheduler_svc.store.keys import SCHEMA_VERSION
-from scheduler_svc.store.log import Log, read_log
-from scheduler_svc.store.records import StoredRequest
-from scheduler_svc.store.store import Store
+
+with needs("scheduler"):
+    from scheduler_svc.record import open_record
+    from scheduler_svc.record_settings import RecordSettings
+    from scheduler_svc.store.errors import SchemaMismatch, StoreError, StoreUnavailable
+    from scheduler_svc.store.keys import SCHEMA_VERSION
+    from scheduler_svc.store.log import Log, read_log
+    from scheduler_svc.store.records import StoredRequest
+    from scheduler_svc.store.store import Store
 
 _READABLE = (None, b"1", str(SCHEMA_VERSION).encode())
 """Schema versions; None: there is no record, or it has lost the key. Version 1 has no log."""

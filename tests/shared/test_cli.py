@@ -694,6 +694,28 @@ def test_a_service_lists_its_settings(service):
     assert "--drain-s" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("gateway", "aiohttp", "gateway"),
+        ("scheduler", "redis", "scheduler"),
+        ("record", "redis", "scheduler"),
+    ],
+)
+def test_a_program_without_its_packages_names_the_extra_that_brings_them(command, package, extra, tmp_path):
+    """`pip install laps-sd` alone brings the code of all services, and the packages of none."""
+    missing = f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')\n"
+    (tmp_path / f"{package}.py").write_text(missing)
+
+    done = as_a_process(command, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"laps-sd: the package {package} is not installed: pip install 'laps-sd[{extra}]', "
+        "or 'laps-sd[all]' for the whole system.\n"
+    )
+
+
 def test_a_service_shows_where_its_settings_come_from():
     done = laps_sd("scheduler", "--lease-s", "5", "--show-settings")
 
