@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from laps_sd.cli import dial, generate, operate
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import PREFIX, unknown_sentences
 from laps_sd.service.cores import usable_cores
+from laps_sd.service.log import Outlet
 from laps_sd.service.model_dir import served_name
 from laps_sd.stack.local import LocalStack, Progress
 from laps_sd.stack.log_watch import LogWatch
@@ -270,7 +271,8 @@ def up(
     A process that dies is started again on the same ports, after longer pauses (30 s at most) if it dies
     again and again.
     """
-    console = Console(stderr=True, highlight=False)
+    # The system outlives its terminal: an SSH connection that broke, a pipe whose reader has left.
+    console = Console(file=cast(TextIO, Outlet(sys.stderr)), highlight=False)
     for sentence in unknown_sentences():
         console.print(f"laps-sd: {sentence}", soft_wrap=True)
     if named is not None:
@@ -316,21 +318,16 @@ def up(
 
 def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool) -> None:
     """Start the system, show the demo, and supervise the processes until Ctrl-C; then stop them."""
-    # Both must end the children in order; a background job of a shell starts with SIGINT ignored.
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
-    report = _line_printer(console)
-    with console.status("starting") as status:
-        stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
-        watch = LogWatch(stack, report=report).start()
-        try:
+    _on_interrupts(_interrupt)
+    status, report = console.status("starting"), _line_printer(console)
+    stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
+    watch = LogWatch(stack, report=report).start()
+    started = False
+    try:
+        with status:
             stack.start()
             watch.look()  # what the workers are, before the addresses
-        except BaseException:
-            watch.stop()
-            _print_logs(console, stack)
-            raise
-    try:
+        started = True
         with (
             Supervisor(stack, report=report) as supervisor,
             RecordWatch(stack, report=report, describe=operate.outage_sentence),
@@ -345,24 +342,28 @@ def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool)
                 time.sleep(LOOK_EVERY_S)
             raise supervisor.failure
     except KeyboardInterrupt:
+        if not started:
+            raise
         console.print("\nstopping")
     finally:
-        _ignore_interrupts()
+        _on_interrupts(signal.SIG_IGN)  # none may interrupt the stop, which is bounded anyway
         watch.stop()  # that peers leave is what a stop looks like
         stack.stop()
         _print_logs(console, stack)
 
 
+def _on_interrupts(handler: Callable[[int, object], object] | signal.Handlers) -> None:
+    """Handle what must end the children in order: Ctrl-C, SIGTERM, and the end of the terminal."""
+    # A background job of a shell starts with SIGINT ignored; one with SIGHUP ignored (nohup) outlives its terminal.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def _interrupt(number: int, frame: object) -> NoReturn:
     """Raise KeyboardInterrupt for the first signal, and ignore all others."""
-    _ignore_interrupts()
+    _on_interrupts(signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C and SIGTERM: none may interrupt the stop, which is bounded anyway."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int, str]:
@@ -453,7 +454,6 @@ def _line_printer(console: Console) -> Callable[[str], None]:
 
 def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None:
     console.print(f"\n[bold]{DEMO_PROMPT}[/bold]")
-    sys.stderr.flush()
     try:
         generate.demo(
             stack.gateway_address,
@@ -463,8 +463,9 @@ def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None
             seed=DEMO_SEED,
             api_key=api_key,
         )
-    except LapsSdError as error:  # the system serves on without its demo
-        console.print(f"laps-sd: {dial.with_next_step(error)}", markup=False, soft_wrap=True)
+    except (LapsSdError, OSError) as error:  # the system serves on without its demo
+        problem = str(error) if isinstance(error, OSError) else dial.with_next_step(error)
+        console.print(f"laps-sd: {problem}", markup=False, soft_wrap=True)
 
 
 def _endpoints(stack: LocalStack, name: str) -> str:

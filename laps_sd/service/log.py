@@ -27,6 +27,7 @@ __all__ = [
     "SHARD_LOAD",
     "LogLevel",
     "LogStyle",
+    "Outlet",
     "bound",
     "configure",
     "get_logger",
@@ -52,8 +53,8 @@ def _withhold(logger: WrappedLogger, method: str, event: EventDict) -> EventDict
     return event
 
 
-class _Outlet:
-    """Stream of a log.
+class Outlet:
+    """Stream of a log, or of a terminal.
 
     A line that cannot be written (a broken pipe, a full disk) is lost; the program continues.
     """
@@ -62,13 +63,18 @@ class _Outlet:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write, if that is possible."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush, if that is possible."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def configure(
@@ -79,7 +85,7 @@ def configure(
     `auto` is a console on a terminal and JSON elsewhere.
     """
     out = stream if stream is not None else sys.stderr
-    outlet = _Outlet(out)
+    outlet = Outlet(out)
     console = style == "console" or (style == "auto" and out.isatty())
 
     def add_service(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

@@ -13,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +23,14 @@ from typing import Any
 import grpc
 import pytest
 import redis
+from rich.console import Console
 
+from laps_sd.cli.up import _serve
 from laps_sd.client import Client, Delta, Ended
 from laps_sd.stack.local import LocalStack
+from laps_sd.stack.log_watch import LogWatch
+from laps_sd.stack.options import StackOptions
+from laps_sd.stack.ports import FREE_PORTS as FREE
 from laps_sd.stack.ports import free_port
 from laps_sd.stack.supervisor import Pauses, Supervisor
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
@@ -133,6 +140,73 @@ def test_ctrl_c_again_and_again_does_not_interrupt_the_stop() -> None:
 
         wait_until(ended, description="it has ended", every_s=0.0)
     assert up.lines.count("stopping") == 1
+
+
+def test_the_end_of_the_terminal_stops_everything_and_leaves_no_record(tmp_path: Path) -> None:
+    with Up("--engine", "fake", environment={"TMPDIR": str(tmp_path)}) as up:
+        assert list(tmp_path.iterdir())
+        up.process.send_signal(signal.SIGHUP)
+        up.process.wait()
+    assert up.lines[-1] == "stopping"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_system_that_nohup_started_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the child inherits it
+    try:
+        starting = Up("--engine", "fake")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with starting as up, Client(up.grpc("gateway-0")) as client:
+        up.process.send_signal(signal.SIGHUP)
+        up.kill("worker-0")
+        wait_until(lambda: up.said("worker-0 is ready again"), description="it is back")
+        assert client.generate("Once", seed=1, max_tokens=2).token_ids
+        assert "stopping" not in up.lines
+
+
+def test_a_child_comes_back_though_nobody_reads_the_terminal() -> None:
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-m", "laps_sd", "up", "--no-demo", "--engine", "fake", *FREE_PORTS],
+        stderr=writer,
+        env=os.environ | {"COLUMNS": "80"},
+    ) as process:
+        os.close(writer)
+        with os.fdopen(reader) as terminal:
+            shown = "".join(iter(terminal.readline, "Ctrl-C stops everything.\n"))
+        [worker] = re.findall(r"worker-0 +process (\d+)", shown)
+        [gateway] = re.findall(r"gRPC ([\d.:]+), HTTP", shown)
+
+        os.kill(int(worker), signal.SIGKILL)
+        with Client(gateway, retry_s=20) as client:
+            assert client.generate("Once", seed=1, max_tokens=2).token_ids
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+
+
+def test_an_interrupt_at_the_end_of_the_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started = list[LocalStack]()
+
+    def interrupted(watch: LogWatch) -> None:
+        if threading.current_thread() is threading.main_thread():
+            started.append(watch._stack)
+            assert [child.alive for child in started[0].children.values()] == [True] * 3
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(LogWatch, "look", interrupted)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _serve(Console(), StackOptions(engine="fake", workers=0), FREE, demo=False)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert started
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
