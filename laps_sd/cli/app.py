@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import platform
 import re
@@ -139,6 +140,8 @@ def version() -> None:
 
 def run() -> NoReturn:
     """Run the command line. Print an expected error as one sentence."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # an output that is not UTF-8
     try:
         # Shell completion looks for this name, however the program was started.
         app(prog_name="laps-sd", standalone_mode=True)
@@ -147,7 +150,7 @@ def run() -> NoReturn:
     except ConfigError as error:
         print("\n".join(f"laps-sd: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)
-    except StartupError as error:
+    except (StartupError, OSError) as error:  # OSError: a full disk, a directory that is gone
         sys.exit(f"laps-sd: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

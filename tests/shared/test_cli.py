@@ -671,6 +671,43 @@ def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path
     assert codes == {"": refused, "models.test": there, "other.test": refused}
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it has no device that is full")
+def test_a_full_disk_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "laps_sd", "config", "scheduler"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+
+    assert done.stderr == "laps-sd: [Errno 28] No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_a_terminal_that_is_not_utf_8_gets_the_text_with_question_marks(fake_stack):
+    arguments = (
+        "generate",
+        "Once",
+        "--url",
+        fake_stack.gateway_address,
+        "--max-tokens",
+        "300",
+        "--seed",
+        "1",
+    )
+
+    right = as_a_process(*arguments, PYTHONIOENCODING="utf-8")
+    ascii_alone = as_a_process(*arguments, PYTHONIOENCODING="ascii")
+
+    assert not right.stdout.isascii()
+    assert (ascii_alone.returncode, ascii_alone.stdout) == (
+        0,
+        right.stdout.encode("ascii", "replace").decode(),
+    )
+
+
 def test_nobody_at_the_address_says_how_to_start_the_system():
     done = laps_sd("generate", "Once", "--url", f"127.0.0.1:{free_port()}")
 
