@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from laps_sd.errors import StartupError
-from laps_sd.service.config import PREFIX
+from laps_sd.service.config import FALSE, PREFIX
 from laps_sd.service.hub import local_model
 from laps_sd.service.tokenizer_match import check_tokenizers
 from laps_sd.service.wire import Tls
@@ -99,8 +100,16 @@ def check_models(options: StackOptions) -> None:
         raise StartupError(
             "--draft needs a target, the model that it drafts for: laps-sd up TARGET --draft DRAFT."
         )
-    if options.worker_python is not None and not options.worker_python.is_file():
-        raise StartupError(f"--worker-python {options.worker_python} does not exist.")
+    python = options.worker_python
+    if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
+        raise StartupError(
+            f"--worker-python {python} is not a program that can be run: name the interpreter, as VENV/bin/python."
+        )
+    for name in (f"{PREFIX}TLS_CERT", f"{PREFIX}LINK_TLS"):
+        if options.tls is None and options.environment.get(name, "").lower() not in ("", *FALSE):
+            raise StartupError(
+                f"{name} is set, and `laps-sd up` uses no TLS: unset it, or start the services one by one."
+            )
     if options.engine == "vllm" and '"model"' in options.environment.get(f"{PREFIX}VLLM_ARGS", ""):
         raise StartupError(
             f"{PREFIX}VLLM_ARGS names a model: name it as `laps-sd up MODEL`, so that the gateway has its tokenizer."

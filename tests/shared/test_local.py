@@ -230,7 +230,17 @@ def test_the_workers_run_with_the_interpreter_that_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"worker_python": Path("/no/such/python")}, "--worker-python /no/such/python does not exist"),
+        ({"worker_python": Path("/no/such/python")}, "--worker-python /no/such/python is not a program"),
+        ({"worker_python": Path(__file__)}, f"--worker-python {__file__} is not a program that can be run"),
+        ({"worker_python": Path("/")}, "--worker-python / is not a program that can be run"),
+        (
+            {"environment": {"LAPS_SD_TLS_CERT": "x.pem"}},
+            "LAPS_SD_TLS_CERT is set, and `laps-sd up` uses no TLS",
+        ),
+        (
+            {"environment": {"LAPS_SD_LINK_TLS": "true"}},
+            "LAPS_SD_LINK_TLS is set, and `laps-sd up` uses no TLS",
+        ),
         (
             {"engine": "vllm", "environment": {"LAPS_SD_VLLM_ARGS": '{"model": "x"}'}},
             "name it as `laps-sd up MODEL`, so that the gateway has its tokenizer",
