@@ -28,7 +28,7 @@ from laps_sd.stack.log_watch import LogWatch
 from laps_sd.stack.options import StackOptions, check_models, with_local_models
 from laps_sd.stack.ports import Ports
 from laps_sd.stack.record_watch import RecordWatch
-from laps_sd.stack.running import Running, directory, published, running
+from laps_sd.stack.running import Running, published, running
 from laps_sd.stack.supervisor import Supervisor
 
 DEMO_PROMPT = "Tell me a story about the harbour."
@@ -392,21 +392,20 @@ def _published(console: Console, stack: LocalStack) -> Iterator[bool]:
     schedulers: dict[str, list[str]] = {}
     for name, shard in stack.schedulers.items():
         schedulers.setdefault(shard, []).append(stack.address(name))
-    one = Running(
-        process=os.getpid(),
-        gateway=stack.gateway_address,
-        schedulers=schedulers,
-        model=stack.options.model,
-        folder=os.getcwd(),  # noqa: PTH109  a text
-        redis=stack.redis_url,
-    )
     with contextlib.ExitStack() as stack_of_files:
         try:
+            one = Running(
+                process=os.getpid(),
+                gateway=stack.gateway_address,
+                schedulers=schedulers,
+                model=stack.options.model,
+                folder=os.getcwd(),  # noqa: PTH109  a text
+                redis=stack.redis_url,
+            )
             stack_of_files.enter_context(published(one))
-        except OSError as error:
+        except OSError as error:  # also a current directory that is gone
             console.print(
-                f"laps-sd: other commands need the addresses below, because {directory()} cannot be written: "
-                f"{error.strerror or error}",
+                f"laps-sd: other commands need the addresses below, because they cannot be published: {error}",
                 markup=False,
                 soft_wrap=True,
             )
@@ -422,7 +421,7 @@ def own_command() -> str:
     if found is not None and Path(found).parent.resolve() == script.parent.resolve():
         return "laps-sd"
     program = script if script.is_file() else Path(sys.executable)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):
         program = program.relative_to(Path.cwd())
     # A name without a slash would be looked for in PATH.
     text = str(program) if program.is_absolute() or len(program.parts) > 1 else f"./{program}"

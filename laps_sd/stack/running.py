@@ -42,9 +42,15 @@ class Running:
 
 
 def directory() -> Path:
-    """Return the directory of the files: in XDG_RUNTIME_DIR, without that in ~/.local/state."""
+    """Return the directory of the files: in XDG_RUNTIME_DIR, without that in ~/.local/state.
+
+    Raises OSError for a user without a home directory.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return (Path(runtime) if runtime else Path.home() / ".local" / "state") / "laps-sd"
+    try:
+        return (Path(runtime) if runtime else Path.home() / ".local" / "state") / "laps-sd"
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
 
 
 @contextlib.contextmanager

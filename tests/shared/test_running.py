@@ -51,6 +51,16 @@ def test_without_a_runtime_directory_the_file_is_in_the_state_of_the_user(
     assert directory() == tmp_path / ".local" / "state" / "laps-sd"
 
 
+def test_a_user_without_a_home_finds_no_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id without an entry
+
+    assert running() == []
+    with pytest.raises(OSError, match="home"), published(ONE):
+        pass
+
+
 def test_the_file_of_a_process_that_was_killed_is_stale_and_removed(runtime: Path) -> None:
     program = (
         "import os, signal, sys; from laps_sd.stack.running import Running, published\n"

@@ -185,6 +185,17 @@ def test_a_child_comes_back_though_nobody_reads_the_terminal() -> None:
         process.send_signal(signal.SIGINT)
 
 
+def test_it_serves_where_its_directory_was_deleted(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with contextlib.chdir(gone):
+        gone.rmdir()
+        starting = Up("--engine", "fake", "--workers", "0")
+    with starting as up:
+        assert any("other commands need the addresses below" in line for line in up.lines)
+        assert f"workers --scheduler {up.grpc('scheduler-0')}" in up.terminal
+
+
 def test_an_interrupt_at_the_end_of_the_start_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
