@@ -46,7 +46,7 @@ _COLUMNS = {
 }
 """Title and width of each field of a request."""
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command(cls=GroupedCommand)

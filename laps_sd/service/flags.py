@@ -142,7 +142,7 @@ def _option(f: dataclasses.Field[Any], hint: Any, title: str) -> inspect.Paramet
 
 def command_line(service: str, cls: type[Settings], run: Callable[[dict[str, Any]], NoReturn]) -> NoReturn:
     """Parse this process's arguments and call `run` with the given settings."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
     @app.command(cls=GroupedCommand)
     @with_version

@@ -100,7 +100,8 @@ class Servers:
         password_file: Path | None = None,
         sentinel_user: SentinelUser | None = None,
     ) -> None:
-        """Make the pool; nothing connects yet.
+        """Make the pool; nothing connects yet. Raises ValueError or TypeError for an option of the URL that the
+        client library does not have.
 
         `sentinel_user`: None where the sentinels need no password. `probe_key`: one of the shard's keys; a
         node of a cluster without that key answers with the key's address. `timeout_s`: to connect.
@@ -148,6 +149,7 @@ class Servers:
         else:
             self.pool = _Pool.from_url(url.url, **options)
             self.pool.connection_kwargs["redis_connect_func"] = self._greet
+        self.pool.make_connection()  # connects to nothing, but checks the options of the URL
 
     def at(self, address: Address) -> BlockingConnectionPool:
         """Return the connections to another node of the cluster, for keys that are not the shard's."""

@@ -513,6 +513,7 @@ def test_top_without_its_package_names_the_command_that_installs_it():
 
 
 NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
+ANY_PORTS = ("--grpc-port", "0", "--metrics-port", "0")
 """A byte that is not UTF-8, as Python has it in arguments."""
 
 
@@ -546,6 +547,14 @@ NOT_UTF8 = b"\xff".decode(errors="surrogateescape")
         ),
         (("scheduler", "--redis-url", "localhost:6379"), "LAPS_SD_REDIS_URL must be redis://HOST:PORT/DB"),
         (("scheduler", "--redis-url", "redis://me:hunter2@store:port/0"), "redis://me:********@store:port/0"),
+        (
+            ("scheduler", *ANY_PORTS, "--redis-url", "redis://store/0?nonsense=1"),
+            "scheduler: LAPS_SD_REDIS_URL has an option that cannot be used",
+        ),
+        (
+            ("record", "--redis-url", "unix:///tmp/store?db=first"),
+            "record: LAPS_SD_REDIS_URL has an option that cannot be used: Invalid value for 'db'",
+        ),
         (("generate", "Once", "--url", "localhost"), "got 'localhost'"),
         (("generate", "Once", "--url", "ftp://127.0.0.1:50051"), "or grpcs://host:port for TLS"),
         (("queue", "--scheduler", "here,there"), "got 'here'"),
