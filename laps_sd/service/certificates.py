@@ -60,8 +60,9 @@ class ServedCertificate:
             self._state = self._stat()
             self._files = self._read()
         except OSError as error:  # ssl.SSLError too
+            which = f"{error.filename}: " if error.filename else ""
             raise StartupError(
-                f"The TLS files {tls.cert} and {tls.key} cannot be used: {error.strerror or error}."
+                f"The TLS files {tls.cert} and {tls.key} cannot be used: {which}{error.strerror or error}."
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -119,12 +120,20 @@ class ServedCertificate:
 
     def _read(self) -> _Files:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(self._cert, self._key)
+        context.load_cert_chain(self._cert, self._key, _no_passphrase)
         if self._ca is not None:
-            context.load_verify_locations(self._ca)
+            try:
+                context.load_verify_locations(self._ca)
+            except OSError as error:
+                raise OSError(f"{self._ca}: {error.strerror or error}") from error
             context.verify_mode = ssl.CERT_REQUIRED
         ca = None if self._ca is None else self._ca.read_bytes()
         return _Files(self._cert.read_bytes(), self._key.read_bytes(), ca, context)
+
+
+def _no_passphrase() -> str:
+    """Refuse a key that needs a passphrase, for which OpenSSL would ask at the terminal and wait."""
+    raise OSError("the key is encrypted, and a service has no passphrase for it")
 
 
 def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import math
+import os
+import pty
 import shutil
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,8 +188,39 @@ def test_files_that_cannot_be_used_stop_the_start(folder: Path) -> None:
 
     with pytest.raises(StartupError, match=r"The TLS files .*cert\.pem and .*key\.pem cannot be used"):
         ServedCertificate(Tls(cert=folder / "cert.pem", key=other / "key.pem"))
-    with pytest.raises(StartupError, match="No such file"):
+    with pytest.raises(StartupError, match=r"none\.pem: No such file"):
         ServedCertificate(Tls(cert=folder / "none.pem", key=folder / "key.pem"))
+    with pytest.raises(StartupError, match=r"none\.pem: No such file"):
+        ServedCertificate(dataclasses.replace(served(folder), ca=folder / "none.pem"))
+    with pytest.raises(StartupError, match=r"key\.pem: .*no certificate"):
+        ServedCertificate(dataclasses.replace(served(folder), ca=folder / "key.pem"))
+
+
+def test_an_encrypted_key_is_refused_without_a_question_at_the_terminal(folder: Path) -> None:
+    """OpenSSL would ask for the passphrase, and the start would wait for an answer."""
+    openssl(folder, "pkey", "-in", "key.pem", "-aes128", "-passout", "pass:secret", "-out", "encrypted.pem")
+    program = "import sys; from pathlib import Path; from laps_sd.service.wire import Tls\n"
+    program += "from laps_sd.service.certificates import ServedCertificate\n"
+    program += "ServedCertificate(Tls(cert=Path('cert.pem'), key=Path('encrypted.pem')))"
+    ours, terminal = pty.openpty()
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        timeout=60,
+    )
+
+    assert "cannot be used: the key is encrypted" in done.stderr
+    os.close(terminal)
+    with contextlib.suppress(OSError):  # Linux: the other side is closed, and nothing was written
+        assert os.read(ours, 1024) == b""
+    os.close(ours)
 
 
 @pytest.mark.parametrize("name", ["cert", "key"])
