@@ -67,7 +67,7 @@ async def serve(settings: SchedulerSettings) -> None:
     expose_expiry("redis", settings.redis_tls_cert)
     if not leadership.address:
         host = "127.0.0.1" if settings.grpc_host in ("0.0.0.0", "::") else settings.grpc_host  # noqa: S104
-        leadership.address = f"{host}:{app.port}"
+        leadership.address = f"[{host}]:{app.port}" if ":" in host else f"{host}:{app.port}"
     if settings.open_to_strangers:
         log.warning(
             "any caller that reaches this port may act as a gateway, a worker or an operator: LAPS_SD_TLS_CLIENT_CA and "

@@ -185,7 +185,8 @@ def endpoint(url: str, files: Tls, name: str = "") -> tuple[str, Tls | None]:
     scheme, _, address = url.rpartition("://")
     address = address.rstrip("/")
     host, _, port = address.rpartition(":")
-    if scheme not in ("", *PLAIN, *SECURE) or not host or not port.isdecimal() or int(port) > 65535:
+    bare = ":" in host and not host.startswith("[")  # IPv6
+    if scheme not in ("", *PLAIN, *SECURE) or not host or bare or not port.isdecimal() or int(port) > 65535:
         raise typer.BadParameter(
             f"an address is host:port, as {GATEWAY}, or grpcs://host:port for TLS; got {url!r}"
         )

@@ -187,8 +187,9 @@ def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
         yield "must name at least one scheduler as host:port"
     for seed in seeds:
         host, _, port = seed.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) <= 65535:
-            yield f"must be host:port, separated by commas, got {seed!r}"
+        bare = ":" in host and not host.startswith("[")  # IPv6
+        if not host or bare or not port.isdigit() or not 0 < int(port) <= 65535:
+            yield f"must be host:port or [IPv6]:port, separated by commas, got {seed!r}"
 
 
 def link_tls(settings: LinkSettings) -> Tls | None:

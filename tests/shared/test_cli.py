@@ -558,6 +558,7 @@ ANY_PORTS = ("--grpc-port", "0", "--metrics-port", "0")
         (("generate", "Once", "--url", "localhost"), "got 'localhost'"),
         (("generate", "Once", "--url", "ftp://127.0.0.1:50051"), "or grpcs://host:port for TLS"),
         (("queue", "--scheduler", "here,there"), "got 'here'"),
+        (("queue", "--scheduler", "fd00::7:50052"), "got 'fd00::7:50052'"),
         (("top", "--scheduler", "127.0.0.1:1"), "`laps-sd top` needs a terminal"),
     ],
 )

@@ -1,11 +1,24 @@
-"""Checks of a scheduler's settings that need more than one setting."""
+"""Checks of a scheduler's settings that need more than one setting, and the address that follows from them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
 import pytest
 
+from laps_sd.cli import dial
 from laps_sd.service.config import ConfigError, load
+from laps_sd.service.wire import Tls
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.store.embedded import EmbeddedServer
+from tests.helpers import wait_until
 
 
 @pytest.mark.parametrize(
@@ -56,3 +69,51 @@ def test_a_port_that_other_machines_reach_without_a_certificate_is_open_to_stran
     environ: dict[str, str], stranger: bool
 ) -> None:
     assert load(SchedulerSettings, {}, environ=environ).open_to_strangers is stranger
+
+
+@pytest.mark.parametrize("address", ["leader", "leader:", "fd00::7:50052", "grpc://leader:50052"])
+def test_an_address_that_peers_could_not_dial_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"LAPS_SD_ADVERTISE_ADDRESS must be host:port, got '{address}'"):
+        SchedulerSettings(advertise_address=address)
+
+    assert SchedulerSettings(advertise_address="[fd00::7]:50052").advertise_address
+
+
+def ipv6_ports(count: int) -> list[int]:
+    try:
+        probes = [socket.create_server(("::1", 0), family=socket.AF_INET6) for _ in range(count)]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def test_a_standby_at_an_ipv6_address_refers_to_its_leader(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path).start() as server, contextlib.ExitStack() as processes:
+
+        def total_by(port: int) -> int | None:
+            leader = dial.Leader(f"[::1]:{port}", Tls())
+            try:
+                return leader.call(
+                    lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
+                        admin_pb2.ListQueueRequest(limit=1), timeout=5
+                    )
+                ).total
+            except grpc.RpcError:
+                return None
+            finally:
+                leader.close()
+
+        for port in ipv6_ports(2):  # the first one leads
+            variables = {
+                "LAPS_SD_REDIS_URL": server.url,
+                "LAPS_SD_GRPC_HOST": "::1",
+                "LAPS_SD_GRPC_PORT": str(port),
+                "LAPS_SD_METRICS_PORT": "",
+            }
+            process = subprocess.Popen([sys.executable, "-m", "scheduler_svc"], env=os.environ | variables)
+            processes.callback(process.wait)
+            processes.callback(process.terminate)
+            wait_until(lambda port=port: total_by(port) == 0, description="the leader answers")

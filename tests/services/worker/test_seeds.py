@@ -31,7 +31,8 @@ def test_without_a_file_they_are_those_of_the_settings() -> None:
     ("text", "reason"),
     [
         ("", "must name at least one scheduler as host:port"),
-        ("a:1,b", "must be host:port, separated by commas, got 'b'"),
+        ("a:1,b", "must be host:port or [IPv6]:port, separated by commas, got 'b'"),
+        ("fd00::7:1", "got 'fd00::7:1'"),
         ("a:99999", "got 'a:99999'"),
         ("#" * (MAX_FILE_BYTES + 1), "is larger than 65536 bytes"),
         (None, "No such file"),
