@@ -26,6 +26,7 @@ Prompts and outputs never go into a span. The libraries are needed only if an en
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +45,8 @@ TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII
 )
 SAMPLED = 0x01
+LAST_SPANS_S = 2.0
+"""Seconds in which the spans of a process that stops must reach the collector; the exporter would try for 10."""
 
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -167,9 +170,11 @@ class Tracing:
         return Parent(parent.trace_id, span.get_span_context().span_id)
 
     def close(self) -> None:
-        """Send the remaining spans. Blocks."""
+        """Send the remaining spans, for LAST_SPANS_S at most. Blocks."""
         if self._provider is not None:
-            self._provider.shutdown()
+            closing = threading.Thread(target=self._provider.shutdown, name="laps-sd-last-spans", daemon=True)
+            closing.start()
+            closing.join(LAST_SPANS_S)
 
 
 QUIET = Tracing("", "")

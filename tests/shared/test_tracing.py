@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 
-from laps_sd.service.tracing import Parent, parent_of, span_id_of, valid_traceparent
+from laps_sd.service.tracing import Parent, Tracing, parent_of, span_id_of, valid_traceparent
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -54,3 +57,14 @@ def test_the_id_of_a_lease_is_the_same_in_every_process_and_no_other_leases() ->
     ids = {span_id_of("run", f"s0.{name}", epoch) for name in "abc" for epoch in range(50)}
     assert len(ids) == 150
     assert all(0 < value < 2**64 for value in ids)
+
+
+def test_a_collector_that_does_not_answer_does_not_hold_up_the_stop() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracing = Tracing("gateway", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        tracing.draw("chat", Parent(1, 2), 0.0, 1.0, {})
+
+        tracing.close()
+
+        assert "laps-sd-last-spans" in [thread.name for thread in threading.enumerate()], "it goes on"
