@@ -306,8 +306,9 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     words = sentence.lower()
     if "handshake" in words or "ssl_error" in words:
         return (
-            f"the TLS handshake at the address failed ({sentence}). Leave out grpcs:// if the server speaks "
-            "plain text; --tls-ca names the CA of a private certificate."
+            f"the TLS handshake at the address failed ({sentence}). If the server speaks plain text, leave out grpcs:// "
+            "and --tls-ca, and unset LAPS_SD_TLS_CA or LAPS_SD_LINK_TLS_CA. --tls-ca names the CA of a private "
+            "certificate."
         )
     if "failed parsing http/2" in words:
         return f"the server at the address does not speak gRPC ({sentence}). Is it an HTTP or metrics port?"

@@ -615,7 +615,7 @@ def test_the_wrong_address_says_what_answers_there(fake_stack):
     assert "A gateway (--url" in at_scheduler.stderr
     assert "a scheduler (--scheduler" in at_gateway.stderr
     assert "does not speak gRPC" in at_metrics.stderr
-    assert "Leave out grpcs://" in without_tls.stderr
+    assert "If the server speaks plain text, leave out grpcs:// and --tls-ca, and unset" in without_tls.stderr
     assert {each.returncode for each in (at_scheduler, at_gateway, at_metrics, without_tls)} == {1}
 
 
