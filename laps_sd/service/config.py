@@ -18,7 +18,7 @@ with the unit. No settings object is out of bounds: the constructor checks, and 
 problems at once.
 
 Types: str, int, float, bool, Path, Literal[...], tuple[str, ...] (comma separated), and `X | None` of these
-(an empty variable is None, or for a tuple the empty tuple).
+(None is an empty text, or `none` unless X is str; an empty text for a tuple is the empty tuple).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ TRUE, FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "n
 def _parse(name: str, hint: Any, text: str) -> Any:
     """Return the value of a text. Raise ValueError with the rest of the sentence "LAPS_SD_X must be …"."""
     hint, optional = without_none(hint)
-    if optional and not text:
+    if optional and (not text or (text.lower() == "none" and hint is not str)):
         return None
     if hint is str:
         return text

@@ -116,9 +116,10 @@ def options(cls: type[Settings]) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _option(f: dataclasses.Field[Any], hint: Any, title: str) -> inspect.Parameter:
-    inner, _ = without_none(hint)
-    # Lists and choices are parsed by `load`, as from the environment.
-    kind: Any = str if get_origin(inner) in (tuple, Literal) else inner
+    inner, optional = without_none(hint)
+    # Lists, choices, and values that may be none are parsed by `load`, as from the environment.
+    texts = get_origin(inner) in (tuple, Literal) or (optional and inner is not bool)
+    kind: Any = str if texts else inner
     notes = [variable(f.name)]
     if get_origin(inner) is Literal:
         notes.append("one of " + ", ".join(get_args(inner)))
@@ -133,6 +134,7 @@ def _option(f: dataclasses.Field[Any], hint: Any, title: str) -> inspect.Paramet
         f"{name}/--no-{name[2:]}" if kind is bool else name,
         help=f"{f.metadata.get('help', '').rstrip('.')}. ({'; '.join(notes)})",
         show_default=False,
+        metavar=f"<{inner.__name__.lower()}>" if optional and texts else None,
         rich_help_panel=title or None,
     )
     return inspect.Parameter(

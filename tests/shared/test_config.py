@@ -162,6 +162,25 @@ def test_every_field_is_a_flag_except_secrets():
     assert CliRunner().invoke(app, ["--token", "x"]).exit_code == 2
 
 
+@pytest.mark.parametrize("text", ["", "none", "None"])
+def test_none_is_a_value_of_settings_that_may_have_none_by_variable_and_by_flag(text):
+    environ = {"LAPS_SD_LIMIT": text, "LAPS_SD_FOLDER": text}
+    app = typer.Typer()
+    seen = [load(Sample, environ=environ)]
+
+    @app.command()
+    @options(Sample)
+    def command(**overrides):
+        seen.append(load(Sample, overrides, {"LAPS_SD_FOLDER": "/x"}))
+
+    result = CliRunner().invoke(app, ["--limit", text, "--folder", text])
+
+    assert result.exit_code == 0, result.output
+    assert [(settings.limit, settings.folder) for settings in seen] == [(None, None)] * 2
+    with pytest.raises(ConfigError, match="LAPS_SD_SLOTS must be a whole number, got"):
+        load(Sample, environ={"LAPS_SD_SLOTS": text})
+
+
 @pytest.mark.parametrize("kind", [ServingSettings, LinkSettings])
 def test_every_shared_setting_says_what_it_means(kind):
     assert all(f.metadata["help"] for f in dataclasses.fields(kind))
