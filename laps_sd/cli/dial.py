@@ -310,6 +310,13 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
             "and --tls-ca, and unset LAPS_SD_TLS_CA or LAPS_SD_LINK_TLS_CA. --tls-ca names the CA of a private "
             "certificate."
         )
+    if "hostname verification" in words:
+        return f"the certificate of the server at the address is for another name ({sentence}): --tls-name gives it."
+    if "socket closed" in words and "failed to connect" in words:
+        return (
+            f"the server at the address closed the connection ({sentence}). Does it need TLS (grpcs://), or a client "
+            "certificate?"
+        )
     if "failed parsing http/2" in words:
         return f"the server at the address does not speak gRPC ({sentence}). Is it an HTTP or metrics port?"
     if "failed to connect" in words:

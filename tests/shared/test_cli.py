@@ -619,6 +619,38 @@ def test_the_wrong_address_says_what_answers_there(fake_stack):
     assert {each.returncode for each in (at_scheduler, at_gateway, at_metrics, without_tls)} == {1}
 
 
+def test_a_certificate_that_does_not_fit_says_which_flag_is_missing(tmp_path):
+    ours = certificate(write_certificates(tmp_path / "tls"), "gateway", "DNS:models.test")
+    assert ours.ca and ours.cert and ours.key
+    pair = [(ours.key.read_bytes(), ours.cert.read_bytes())]
+    server = grpc.server(ThreadPoolExecutor(1))
+    one_sided = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair))
+    mutual = server.add_secure_port(
+        "127.0.0.1:0", grpc.ssl_server_credentials(pair, ours.ca.read_bytes(), require_client_auth=True)
+    )
+    server.start()
+    trusted = ("--tls-ca", str(ours.ca))
+    try:
+        without_tls = laps_sd("generate", "Once", "--url", f"127.0.0.1:{one_sided}")
+        unnamed = laps_sd("generate", "Once", "--url", f"grpcs://127.0.0.1:{one_sided}", *trusted)
+        uncertified = laps_sd(
+            "explain",
+            "s0.x",
+            "--url",
+            f"grpcs://127.0.0.1:{mutual}",
+            *trusted,
+            "--tls-name",
+            "models.test",
+        )
+    finally:
+        server.stop(None)
+
+    assert "is for another name (" in unnamed.stderr and "--tls-name" in unnamed.stderr
+    for done in (without_tls, uncertified):
+        assert "Does it need TLS (grpcs://), or a client certificate?" in done.stderr
+    assert {done.returncode for done in (without_tls, unnamed, uncertified)} == {1}
+
+
 @pytest.mark.parametrize("asked", [("generate", "Once"), ("chat",)])
 def test_a_deadline_that_passed_names_its_flag_and_the_one_that_keeps_the_text(fake_stack, asked):
     done = laps_sd(
