@@ -39,6 +39,8 @@ def chat(
     ] = False,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
+    tls_cert: dial.CertOption = None,
+    tls_key: dial.KeyOption = None,
     tls_name: dial.TlsNameOption = "",
 ) -> None:
     """Chat with a model: /reset clears the history, /quit or Ctrl-D ends.
@@ -62,7 +64,8 @@ def chat(
         if system is not None:
             template.messages.messages.add(role="system", content=system)
     interactive = sys.stdin.isatty()
-    with dial.client(url, tls_ca, name=tls_name, api_key=api_key) as client:
+    files = dial.tls_files(tls_ca, tls_cert, tls_key)
+    with dial.client(url, files, name=tls_name, api_key=api_key) as client:
         models = ask.models(client, model)
         if models and not any(each.has_chat_template for each in models):
             raise StartupError(

@@ -57,6 +57,24 @@ CaOption = Annotated[
         rich_help_panel=CONNECTION,
     ),
 ]
+CertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        help="Certificate to show (mutual TLS).",
+        show_default=False,
+        rich_help_panel=CONNECTION,
+    ),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-key",
+        help="Key of --tls-cert.",
+        show_default=False,
+        rich_help_panel=CONNECTION,
+    ),
+]
 TlsNameOption = Annotated[
     str,
     typer.Option(
@@ -196,21 +214,19 @@ def endpoint(url: str, files: Tls, name: str = "") -> tuple[str, Tls | None]:
 
 @contextmanager
 def client(
-    url: str | None, ca: Path | None = None, *, name: str = "", api_key: str | None = None
+    url: str | None, files: Tls | None = None, *, name: str = "", api_key: str | None = None
 ) -> Iterator[Client]:
-    """Open a client of a gateway (see `gateway`). A call that fails before it is accepted is not repeated."""
-    address, tls = endpoint(gateway(url), Tls(ca=ca), name)
+    """Open a client of a gateway (see `gateway`, `tls_files`). A call that fails before it is accepted is not
+    repeated.
+    """
+    address, tls = endpoint(gateway(url), files or Tls(), name)
     with Client(address, tls=tls, metadata=metadata(api_key), retry_s=0.0) as made:
         yield made
 
 
-def channel(url: str, ca: Path | None = None, *, name: str = "") -> grpc.Channel:
-    """Open a channel to a gateway; `name`: see TlsNameOption."""
-    return _channel(url, Tls(ca=ca), name)
-
-
-def _channel(url: str, tls: Tls, name: str = "") -> grpc.Channel:
-    address, secure = endpoint(url, tls, name)
+def channel(url: str, files: Tls, name: str = "") -> grpc.Channel:
+    """Open a channel to a server; see `tls_files`. `name`: see TlsNameOption."""
+    address, secure = endpoint(url, files, name)
     options = channel_options(address)
     if secure is None:
         return grpc.insecure_channel(address, options=options)
@@ -227,8 +243,8 @@ def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
         raise typer.BadParameter(str(error), param_hint="--api-key or LAPS_SD_API_KEY") from None
 
 
-def link_tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
-    """Return how to dial a scheduler. Any file means TLS."""
+def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
+    """Return how to dial a server. Any file means TLS."""
     if (cert is None) != (key is None):
         raise typer.BadParameter("--tls-cert and --tls-key come together")
     return Tls(ca=ca, cert=cert, key=key)
@@ -283,7 +299,7 @@ class Leader:
 
     def _channel_to(self, address: str) -> grpc.Channel:
         if self._kept is None or self._kept[0] != address:
-            before, self._kept = self._kept, (address, _channel(address, self._tls))
+            before, self._kept = self._kept, (address, channel(address, self._tls))
             if before is not None:
                 before[1].close()
             if self.closed:
@@ -315,7 +331,7 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     if "socket closed" in words and "failed to connect" in words:
         return (
             f"the server at the address closed the connection ({sentence}). Does it need TLS (grpcs://), or a client "
-            "certificate?"
+            "certificate (--tls-cert)?"
         )
     if "failed parsing http/2" in words:
         return f"the server at the address does not speak gRPC ({sentence}). Is it an HTTP or metrics port?"

@@ -54,6 +54,8 @@ def generate(
     ] = False,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
+    tls_cert: dial.CertOption = None,
+    tls_key: dial.KeyOption = None,
     tls_name: dial.TlsNameOption = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each message of the stream as a JSON line.")
@@ -79,7 +81,8 @@ def generate(
         request.keep = keep
     if expected_tokens is not None:
         request.expected_output_tokens = expected_tokens
-    with dial.client(url, tls_ca, name=tls_name, api_key=api_key) as client:
+    files = dial.tls_files(tls_ca, tls_cert, tls_key)
+    with dial.client(url, files, name=tls_name, api_key=api_key) as client:
         chat = not raw and ask.has_template(client, model)
         with ask.only_utf8():
             put_prompt(request, text, system=system, chat=chat)

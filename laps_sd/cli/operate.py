@@ -36,11 +36,13 @@ def explain(
     url: dial.UrlOption = None,
     api_key: dial.ApiKeyOption = None,
     tls_ca: dial.CaOption = None,
+    tls_cert: dial.CertOption = None,
+    tls_key: dial.KeyOption = None,
     tls_name: dial.TlsNameOption = "",
     as_json: dial.JsonOption = False,
 ) -> None:
     """Show the place of a request and its reasons: level, rank, estimate (seconds of machine time) and timeline."""
-    with dial.channel(dial.gateway(url), tls_ca, name=tls_name) as channel:
+    with dial.channel(dial.gateway(url), dial.tls_files(tls_ca, tls_cert, tls_key), tls_name) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         reply = stub.Explain(
             pb.ExplainRequest(request_id=request_id), timeout=TIMEOUT_S, metadata=dial.metadata(api_key)
@@ -231,8 +233,8 @@ class _Call(Protocol):
 
 @contextmanager
 def _admin(scheduler: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> Iterator[_Call]:
-    """Return what calls the leader of a shard; see `schedulers`, `link_tls` and `Leader.call` of `dial`."""
-    with closing(dial.Leader(dial.schedulers(scheduler), dial.link_tls(ca, cert, key))) as leader:
+    """Return what calls the leader of a shard; see `schedulers`, `tls_files` and `Leader.call` of `dial`."""
+    with closing(dial.Leader(dial.schedulers(scheduler), dial.tls_files(ca, cert, key))) as leader:
 
         def made(call: Callable[[admin_pb2_grpc.AdminStub], Reply]) -> Reply:
             return leader.call(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))

@@ -647,7 +647,7 @@ def test_a_certificate_that_does_not_fit_says_which_flag_is_missing(tmp_path):
 
     assert "is for another name (" in unnamed.stderr and "--tls-name" in unnamed.stderr
     for done in (without_tls, uncertified):
-        assert "Does it need TLS (grpcs://), or a client certificate?" in done.stderr
+        assert "Does it need TLS (grpcs://), or a client certificate (--tls-cert)?" in done.stderr
     assert {done.returncode for done in (without_tls, unnamed, uncertified)} == {1}
 
 
@@ -696,13 +696,13 @@ def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path
     try:
         for name in ("", "models.test", "other.test"):
             with (
-                dial.channel(f"grpcs://127.0.0.1:{port}", ours.ca, name=name) as channel,
+                dial.channel(f"grpcs://127.0.0.1:{port}", Tls(ca=ours.ca), name) as channel,
                 pytest.raises(grpc.RpcError) as caught,
             ):
                 health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
             codes[name] = caught.value.code()
             with (
-                dial.client(f"grpcs://127.0.0.1:{port}", ours.ca, name=name) as client,
+                dial.client(f"grpcs://127.0.0.1:{port}", Tls(ca=ours.ca), name=name) as client,
                 pytest.raises(LapsSdError) as raised,
             ):
                 client.models(timeout_s=10)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -310,6 +311,25 @@ def test_the_variables_of_a_gateway_are_enough_to_look_at_its_shard(
 
     assert shown.returncode == 0, shown.stderr
     assert "worker-0" in shown.stdout or "0 requests" in shown.stdout
+
+
+def test_the_commands_of_a_client_show_a_certificate(secure_stack: LocalStack, tls: Tls) -> None:
+    where = ["--url", f"grpcs://{secure_stack.gateway_address}"]
+    where += ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.cert), "--tls-key", str(tls.key)]
+
+    def laps_sd(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "laps_sd", *arguments, *where],
+            capture_output=True,
+            text=True,
+            input=text,
+            timeout=120,
+        )
+
+    generated = laps_sd("generate", "Once", "--max-tokens", "4")
+    [request_id] = re.findall(r"\[(s0\.\w+)\]", generated.stderr)
+    assert laps_sd("explain", request_id).stdout.startswith(request_id)
+    assert laps_sd("chat", "--max-tokens", "4", text="Once\n").stdout.strip()
 
 
 def test_the_operators_terminal_reads_and_cancels_with_a_certificate(

@@ -44,7 +44,7 @@ def top(
         raise StartupError(
             "`laps-sd top` needs a terminal; `laps-sd queue --watch --json` prints lines without one"
         )
-    tls = dial.link_tls(tls_ca, tls_cert, tls_key)
+    tls = dial.tls_files(tls_ca, tls_cert, tls_key)
     sources = [Source(dial.Leader(seeds, tls), limit=limit) for seeds in dial.shards(scheduler or [])]
 
     from laps_sd.cli.top.screen import Top  # textual is not installed everywhere, and takes a while to import
