@@ -12,7 +12,12 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-const maxPause = time.Second
+const (
+	maxPause = time.Second
+	// reset is a part of the message of a call that was reset: so a proxy ends the streams of a gateway that died. gRPC makes
+	// Internal of it, as a gateway does for a bug, but no message of a gateway has this word.
+	reset = "RST_STREAM"
+)
 
 // Violation is a wrong field of a request, with a sentence about its limit.
 type Violation struct {
@@ -83,8 +88,14 @@ func contextError(cause error) *Error {
 
 // isLost returns whether another address may answer although this one did not. nil: the stream closed without an end.
 func isLost(failed error) bool {
-	// A server that stops ends its calls with CANCELLED, although no client cancelled them.
-	return failed == nil || status.Code(failed) == codes.Unavailable || status.Code(failed) == codes.Canceled
+	switch status.Code(failed) {
+	case codes.Internal:
+		return strings.Contains(status.Convert(failed).Message(), reset)
+	case codes.Unavailable, codes.Canceled:
+		// A server that stops ends its calls with CANCELLED, although no client cancelled them.
+		return true
+	}
+	return failed == nil
 }
 
 // mayWorkLater returns whether no server answered, or the answer advises when to retry.

@@ -122,6 +122,13 @@ func TestWhatNobodyAnsweredIsTriedAgain(t *testing.T) {
 	mustFail(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), status.Error(codes.InvalidArgument, ""), after(1), codes.InvalidArgument)
 }
 
+func TestAStreamThatAProxyResetsIsTriedAgainAndABugOfAGatewayIsNot(t *testing.T) {
+	reset := status.Error(codes.Internal, "stream terminated by RST_STREAM with error code: INTERNAL_ERROR")
+	mustWait(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), reset, after(1))
+	bug := status.Error(codes.Internal, "internal error, incident 0a1b2c3d")
+	mustFail(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), bug, after(1), codes.Internal)
+}
+
 func TestBeforeARequestIsAcceptedACallIsRepeatedForTheTimeOfRetry(t *testing.T) {
 	p := generation(t, &pb.GenerateRequest{}, 5*time.Second)
 	mustWait(t, p, unavailable, after(4))

@@ -22,6 +22,10 @@ __all__ = ["MAX_PAUSE_S", "error_of", "is_lost", "may_work_later", "next_pause_s
 MAX_PAUSE_S = 1.0
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose gateway died, or was stopped during the call."""
+RESET = "RST_STREAM"
+"""Part of the message of a call that was reset: so a proxy ends the streams of a gateway that died. gRPC makes INTERNAL
+of it, as a gateway does for a bug, but no message of a gateway has this word.
+"""
 
 
 def error_of(error: grpc.RpcError | None, subject: str = "") -> LapsSdError:
@@ -61,7 +65,10 @@ def _violations(error: grpc.RpcError) -> list[tuple[str, str]]:
 
 def is_lost(error: grpc.RpcError | None) -> bool:
     """Return whether another address may answer although this one did not."""
-    return error is None or (hasattr(error, "code") and error.code() in LOST)
+    if error is None:
+        return True
+    code = error.code() if hasattr(error, "code") else None
+    return code in LOST or (code is grpc.StatusCode.INTERNAL and RESET in (error.details() or ""))
 
 
 def may_work_later(error: grpc.RpcError) -> bool:

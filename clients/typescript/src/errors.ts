@@ -9,6 +9,11 @@ import { StatusSchema } from "./gen/google/rpc/status_pb.js";
 
 const DETAILS_KEY = "grpc-status-details-bin";
 export const MAX_PAUSE_MS = 1_000;
+/**
+ * Part of the message of a call that was reset: so a proxy ends the streams of a gateway that died. gRPC makes INTERNAL of it, as a
+ * gateway does for a bug, but no message of a gateway has this word.
+ */
+const RESET = "RST_STREAM";
 
 /** A call that the server refused, or that could not be completed. `code` is the name of the gRPC status. */
 export class LapsSdError extends Error {
@@ -120,8 +125,10 @@ export function errorOf(failed: ServiceError | undefined, subject = ""): LapsSdE
 
 /** Returns whether another address may answer although this one did not. `undefined`: the stream closed without an end. */
 export function isLost(failed: ServiceError | undefined): boolean {
+  if (failed === undefined) return true;
   // A server that stops ends its calls with CANCELLED, although no client cancelled them.
-  return failed === undefined || failed.code === status.UNAVAILABLE || failed.code === status.CANCELLED;
+  const codes: readonly status[] = [status.UNAVAILABLE, status.CANCELLED];
+  return codes.includes(failed.code) || (failed.code === status.INTERNAL && failed.details.includes(RESET));
 }
 
 /** Returns whether no server answered, or the answer advises when to retry. */

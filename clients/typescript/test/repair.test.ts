@@ -1,6 +1,9 @@
 // How calls are repeated and streams go on: the same sentences as of the Python client.
 
 import assert from "node:assert/strict";
+import { once } from "node:events";
+import { constants, createServer } from "node:http2";
+import type { AddressInfo } from "node:net";
 import { test } from "node:test";
 
 import { create, toBinary } from "@bufbuild/protobuf";
@@ -10,10 +13,12 @@ import { Metadata, status, type ServiceError } from "@grpc/grpc-js";
 import { InvalidArgument, ResourceExhausted, Unavailable, errorOf, isFailedCall } from "../src/errors.js";
 import { RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { StatusSchema } from "../src/gen/google/rpc/status_pb.js";
+import { Gateway } from "../src/gateway.js";
 import {
   CursorSchema,
   GenerateEventSchema,
   GenerateRequestSchema,
+  Inference,
   ResumeRequestSchema,
   type GenerateEvent,
 } from "../src/gen/laps_sd/v1/inference_pb.js";
@@ -22,8 +27,8 @@ import { makeRequest, type Options } from "../src/request.js";
 
 const PATIENT = { timeoutMs: undefined, reconnectMs: 30_000, retryMs: 30_000 };
 
-function failure(code: status, metadata = new Metadata()): ServiceError {
-  return Object.assign(new Error(status[code]), { code, details: "", metadata });
+function failure(code: status, metadata = new Metadata(), details = ""): ServiceError {
+  return Object.assign(new Error(status[code]), { code, details, metadata });
 }
 
 /** A gateway's refusal with a retry delay. */
@@ -86,6 +91,25 @@ for (const code of [status.UNAVAILABLE, status.CANCELLED]) {
     assert.ok(new Progress(makeRequest("x"), PATIENT, 0).lost(failure(code), 1_000) > 0);
   });
 }
+
+test("a stream that a proxy resets is tried again, and a bug of a gateway is not", async () => {
+  const proxy = createServer().on("stream", (stream) => {
+    stream.on("error", () => {}); // the reset
+    stream.respond({ "content-type": "application/grpc" });
+    stream.close(constants.NGHTTP2_INTERNAL_ERROR);
+  });
+  await once(proxy.listen(0, "127.0.0.1"), "listening");
+  const gateway = new Gateway(`127.0.0.1:${(proxy.address() as AddressInfo).port}`, undefined, new Metadata());
+  const limits = { timeoutMs: Infinity, signal: new AbortController().signal };
+  const reset = await gateway.stream(Inference.method.generateStream, makeRequest("x"), limits).next().catch((failed: unknown) => failed);
+  gateway.close();
+  proxy.close();
+
+  assert.ok(isFailedCall(reset) && reset.code === status.INTERNAL);
+  assert.ok(new Progress(makeRequest("x"), PATIENT, 0).lost(reset, 1_000) > 0);
+  const bug = failure(status.INTERNAL, new Metadata(), "internal error, incident 0a1b2c3d");
+  assert.throws(() => new Progress(makeRequest("x"), PATIENT, 0).lost(bug, 1_000), { name: "LapsSdError", code: "INTERNAL" });
+});
 
 test("what is wrong is not tried again", () => {
   const progress = new Progress(makeRequest("x"), PATIENT, 0);

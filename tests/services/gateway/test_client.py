@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from laps_sd.errors import (
     AlreadyExists,
     DeadlineExceeded,
     InvalidArgument,
+    LapsSdError,
     NotFound,
     ResourceExhausted,
     Unavailable,
@@ -46,6 +48,15 @@ from laps_sd.v1.inference_pb2 import (
 from tests.helpers import free_port, wait_until_async
 from tests.services.gateway.conftest import Running, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
+
+HEADERS, RST_STREAM, SETTINGS = 1, 3, 4  # types of frames of HTTP/2
+END_HEADERS = 4
+OK_OF_GRPC = b"\x88\x5f\x10application/grpc"  # :status 200, content-type
+
+
+def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> bytes:
+    """Return a frame of HTTP/2."""
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
 
 
 def address(running: Running) -> str:
@@ -277,6 +288,38 @@ class TestAsyncClient:
         progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
 
         assert progress.lost(error, 1.0) > 0.0
+
+    async def test_a_stream_that_a_proxy_resets_goes_to_the_next_address(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        """So nginx and others end the streams of a gateway that died. gRPC makes INTERNAL of it."""
+
+        async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+                writer.write(frame(SETTINGS))
+                while True:
+                    head = await reader.readexactly(9)
+                    await reader.readexactly(int.from_bytes(head[:3]))
+                    if head[3] == HEADERS:
+                        stream = int.from_bytes(head[5:])
+                        writer.write(frame(HEADERS, OK_OF_GRPC, flags=END_HEADERS, stream=stream))
+                        writer.write(frame(RST_STREAM, (2).to_bytes(4), stream=stream))
+
+        proxy = await asyncio.start_server(reset, "127.0.0.1")
+        port = proxy.sockets[0].getsockname()[1]
+        async with proxy, AsyncClient([f"127.0.0.1:{port}", address(running)], retry_s=30) as client:
+            answer = asyncio.create_task(client.generate("x"))
+            scheduler.commit(await scheduler.submitted(), tokens(0, 1), Kind.KIND_STOP)
+            assert list((await answer).token_ids) == tokens(0, 1)
+
+    def test_a_bug_of_a_gateway_is_not_tried_again(self) -> None:
+        code, details = grpc.StatusCode.INTERNAL, "internal error, incident 0a1b2c3d"
+        error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+
+        with pytest.raises(LapsSdError, match="incident 0a1b2c3d"):
+            progress.lost(error, 1.0)
 
     async def test_a_call_that_a_stopping_gateway_cut_off_before_it_was_accepted_goes_to_the_next_one(
         self, scheduler: FakeScheduler, start_gateway: StartGateway
