@@ -134,7 +134,10 @@ func (p *progress) take(message *pb.GenerateEvent, now time.Time) (*Event, error
 	if int(message.Choice) >= len(p.outputs) {
 		return nil, &Error{Code: codes.Internal, Message: fmt.Sprintf("the server sent output %d of %d", message.Choice, len(p.outputs))}
 	}
-	event := p.outputs[message.Choice].take(message)
+	event, err := p.outputs[message.Choice].take(message)
+	if err != nil {
+		return nil, err
+	}
 	if event == nil {
 		if p.repeated.IsZero() {
 			p.repeated = now
@@ -197,27 +200,32 @@ type output struct {
 	ended      bool
 }
 
-func (o *output) take(message *pb.GenerateEvent) *Event {
+// take returns the new part of a message; nil if nothing is new. It is an error if the output is not that of the request any more which
+// it began with: the server has lost that one, and has made another of the same key.
+func (o *output) take(message *pb.GenerateEvent) (*Event, error) {
+	if o.ended {
+		return nil, nil
+	}
 	switch event := message.Event.(type) {
 	case *pb.GenerateEvent_Accepted:
-		known := o.requestID != ""
+		known := o.requestID
 		o.requestID = event.Accepted.RequestId
-		if !known {
-			return &Event{Accepted: event.Accepted}
+		if known != "" && known != o.requestID {
+			return nil, &Error{Code: codes.NotFound, Message: fmt.Sprintf("there is no request '%s'", known)}
+		}
+		if known == "" {
+			return &Event{Accepted: event.Accepted}, nil
 		}
 	case *pb.GenerateEvent_Delta:
 		if unseen := o.unseen(event.Delta); unseen != nil {
 			o.nextToken, o.textOffset = unseen.GetCursor().GetNextToken(), unseen.GetCursor().GetTextOffset()
-			return &Event{Delta: unseen}
+			return &Event{Delta: unseen}, nil
 		}
 	case *pb.GenerateEvent_End:
-		known := o.ended
 		o.ended = true
-		if !known {
-			return &Event{End: event.End}
-		}
+		return &Event{End: event.End}, nil
 	}
-	return nil // repeated, or an event of a newer server
+	return nil, nil // repeated, or an event of a newer server
 }
 
 // unseen returns the part of a delta after the read position; nil if there is none.

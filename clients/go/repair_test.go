@@ -122,6 +122,19 @@ func TestWhatNobodyAnsweredIsTriedAgain(t *testing.T) {
 	mustFail(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), status.Error(codes.InvalidArgument, ""), after(1), codes.InvalidArgument)
 }
 
+func TestAnOutputWhoseRequestIsLostDoesNotGoOnWithThatOfAnotherAndOneThatHasEndedGetsNothingOfIt(t *testing.T) {
+	p := generation(t, &pb.GenerateRequest{N: proto.Uint32(2)}, 30*time.Second)
+	take(t, p, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 0), ended(0))
+	mustWait(t, p, nil, after(0))
+
+	events := take(t, p, accepted("s0.c", 0), delta(1, 1, "b", 2, 0), ended(0))
+	check(t, len(events) == 0, "one that has ended gets nothing")
+	_, err := p.take(accepted("s0.d", 1), start)
+	check(t, status.Code(err) == codes.NotFound && strings.Contains(err.Error(), "'s0.b'"), "the error names the lost request")
+	ids := p.toCancel()
+	check(t, len(ids) == 1 && ids[0] == "s0.d", "the other request is cancelled")
+}
+
 func TestAStreamThatAProxyResetsIsTriedAgainAndABugOfAGatewayIsNot(t *testing.T) {
 	reset := status.Error(codes.Internal, "stream terminated by RST_STREAM with error code: INTERNAL_ERROR")
 	mustWait(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), reset, after(1))

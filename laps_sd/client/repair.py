@@ -9,7 +9,7 @@ from typing import TypeAlias
 import grpc
 
 from laps_sd.client.failures import MAX_PAUSE_S, error_of, may_work_later, next_pause_s
-from laps_sd.errors import DeadlineExceeded, LapsSdError
+from laps_sd.errors import DeadlineExceeded, LapsSdError, NotFound
 from laps_sd.v1.inference_pb2 import (
     Accepted,
     Cursor,
@@ -185,10 +185,16 @@ class _Reading:
         self.ended = False
 
     def take(self, message: GenerateEvent) -> Event | None:
-        """Return the new part of a message; None if nothing is new."""
+        """Return the new part of a message; None if nothing is new. Raise NotFound if the output is not that of the
+        request any more which it began with: the server has lost that one, and has made another of the same key.
+        """
+        if self.ended:
+            return None
         match message.WhichOneof("event"):
             case "accepted":
                 known, self.request_id = self.request_id, message.accepted.request_id
+                if known and known != self.request_id:
+                    raise NotFound(f"there is no request {known!r}")
                 return None if known else message.accepted
             case "delta":
                 unseen = _unseen(message.delta, self.cursor)
@@ -196,8 +202,8 @@ class _Reading:
                     self.cursor.CopyFrom(unseen.cursor)
                 return unseen
             case "end":
-                known_end, self.ended = self.ended, True
-                return None if known_end else message.end
+                self.ended = True
+                return message.end
             case _:
                 return None
 

@@ -6,7 +6,7 @@ import { randomBytes } from "node:crypto";
 import { create } from "@bufbuild/protobuf";
 import type { ServiceError } from "@grpc/grpc-js";
 
-import { DeadlineExceeded, LapsSdError, MAX_PAUSE_MS, errorOf, mayWorkLater, nextPauseMs } from "./errors.js";
+import { DeadlineExceeded, LapsSdError, MAX_PAUSE_MS, NotFound, errorOf, mayWorkLater, nextPauseMs } from "./errors.js";
 import {
   CursorSchema,
   DeltaSchema,
@@ -184,11 +184,17 @@ class Output {
     this.cursor = start;
   }
 
+  /**
+   * Returns the new part of a message; undefined if nothing is new. Throws NotFound if the output is not that of the request any more
+   * which it began with: the server has lost that one, and has made another of the same key.
+   */
   take({ event }: GenerateEvent): Part | undefined {
+    if (this.ended) return undefined;
     switch (event.case) {
       case "accepted": {
         const known = this.requestId;
         this.requestId = event.value.requestId;
+        if (known && known !== this.requestId) throw new NotFound(`there is no request '${known}'`, "NOT_FOUND");
         return known ? undefined : event;
       }
       case "delta": {
@@ -196,11 +202,9 @@ class Output {
         if (unseen?.cursor) this.cursor = unseen.cursor;
         return unseen && { case: "delta", value: unseen };
       }
-      case "end": {
-        const known = this.ended;
+      case "end":
         this.ended = true;
-        return known ? undefined : event;
-      }
+        return event;
       default:
         return undefined; // an event of a newer server
     }

@@ -92,6 +92,16 @@ for (const code of [status.UNAVAILABLE, status.CANCELLED]) {
   });
 }
 
+test("an output whose request is lost does not go on with that of another, and one that has ended gets nothing of it", () => {
+  const progress = new Progress(makeRequest("x", { n: 2 }), PATIENT, 0);
+  take(progress, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 0), ended(0));
+  progress.lost(undefined, 0);
+
+  assert.deepEqual(take(progress, accepted("s0.c", 0), delta(1, 1, "b", 2, 0), ended(0)), []);
+  assert.throws(() => take(progress, accepted("s0.d", 1)), { name: "NotFound", message: "there is no request 's0.b'" });
+  assert.deepEqual(progress.toCancel, ["s0.d"]);
+});
+
 test("a stream that a proxy resets is tried again, and a bug of a gateway is not", async () => {
   const proxy = createServer().on("stream", (stream) => {
     stream.on("error", () => {}); // the reset

@@ -63,6 +63,10 @@ def address(running: Running) -> str:
     return f"127.0.0.1:{running.gateway.app.port}"
 
 
+def accepted(request_id: str, choice: int = 0) -> GenerateEvent:
+    return GenerateEvent(accepted=Accepted(request_id=request_id), choice=choice)
+
+
 def tokens(first: int, last: int) -> list[int]:
     return [40 + n for n in range(first, last)]
 
@@ -598,6 +602,37 @@ class TestAsyncClient:
             one.model.decode(tokens(0, 7)),
             one.model.decode(tokens(0, 2)),
         ]
+
+    async def test_an_output_whose_request_is_lost_does_not_go_on_with_that_of_another(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway
+    ) -> None:
+        """Its key leads to a new request, with another seed, where the record has lost the key or let it expire."""
+        one: Running = await start_gateway(scheduler.address)
+        two: Running = await start_gateway(scheduler.address)
+        async with AsyncClient([address(one), address(two)]) as client, client.stream("x", n=2) as stream:
+            begun = [(await anext(stream)).request_id for _ in range(2)]  # type: ignore[union-attr]
+            scheduler.commit(begun[0], tokens(0, 4))
+            assert ids([await anext(stream)]) == tokens(0, 4)
+            await one.gateway.app.server.stop(None)
+            scheduler.record.keys.clear()
+            following = asyncio.create_task(anext(stream))
+            another = await scheduler.submitted(3)
+            scheduler.commit(another, [*tokens(20, 24), *tokens(4, 6)])
+            with pytest.raises(NotFound, match=begun[0]):
+                await following
+            assert another in {cancel.request_id for cancel in scheduler.all_heard("cancel")}
+
+    def test_an_output_that_has_ended_gets_nothing_of_another_request(self) -> None:
+        progress = Progress(make_request("x", n=2), timeout_s=None, reconnect_s=30.0, retry_s=30.0, now=0.0)
+        delta = Delta(text="a", token_ids=[40], cursor=Cursor(next_token=1, text_offset=1))
+        longer = Delta(text="b", token_ids=[41], first_token=1, cursor=Cursor(next_token=2, text_offset=2))
+        first = [accepted("s0.a"), GenerateEvent(delta=delta), GenerateEvent(end=Ended())]
+        second = [accepted("s0.c"), GenerateEvent(delta=longer), GenerateEvent(end=Ended())]
+        for message in [*first, accepted("s0.b", choice=1)]:
+            assert progress.take(message, 0.0)
+        progress.lost(None, 0.0)
+
+        assert [progress.take(message, 0.0) for message in second] == [None] * 3
 
     async def test_several_outputs_that_are_left_are_all_cancelled(
         self, running: Running, scheduler: FakeScheduler
