@@ -172,6 +172,9 @@ export class Client {
     const signal = this.#signal(options.signal);
     const limits = { timeoutMs: options.timeoutMs, reconnectMs: this.#reconnectMs, retryMs: this.#retryMs };
     const progress = new Progress(request, limits, performance.now());
+    let left: Promise<void> | undefined;
+    const leave = () => (left ??= this.#cancel(progress.toCancel));
+    signal.addEventListener("abort", leave); // its caller may never want the next event
     try {
       while (!progress.ended) {
         const at = this.#at;
@@ -190,7 +193,8 @@ export class Client {
         await pause(progress.lost(failed, performance.now()), signal);
       }
     } finally {
-      if (!this.#closing.signal.aborted) await this.#cancel(progress.toCancel);
+      signal.removeEventListener("abort", leave);
+      await leave();
     }
   }
 

@@ -109,6 +109,19 @@ test("aborting the signal cancels the request, and the stream throws the signal'
   await assert.rejects(client.models({ signal: control.signal }), new RangeError("enough"));
 });
 
+test("aborting the signal cancels the request while nobody reads its stream", async () => {
+  const control = new AbortController();
+  const events = client.stream("A long story", { ...LONG, signal: control.signal });
+  const id = await requestId(events);
+
+  control.abort();
+
+  for await (const event of client.resume(id)) {
+    if (event.case === "end") assert.equal(event.value.finishReason, FinishReason.CANCELLED);
+  }
+  await assert.rejects(all(events), { name: "AbortError" });
+});
+
 test("unless somebody may come back for it", async () => {
   const events = client.stream("A long story", { ...LONG, idempotencyKey: "typescript-3" });
   const id = await requestId(events);
