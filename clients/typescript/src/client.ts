@@ -1,5 +1,7 @@
 // The client: repeats calls, resumes streams, and cancels what nobody reads.
 
+import { setMaxListeners } from "node:events";
+
 import { create } from "@bufbuild/protobuf";
 import type { DescMessage, DescMethodUnary, MessageShape } from "@bufbuild/protobuf";
 import { Metadata, type ServiceError } from "@grpc/grpc-js";
@@ -64,6 +66,7 @@ export class Client {
     const metadata = new Metadata();
     for (const [name, value] of Object.entries(options.metadata ?? {})) metadata.add(name, value);
     if (options.apiKey) metadata.set("authorization", `Bearer ${options.apiKey}`);
+    setMaxListeners(0, this.#closing.signal); // each call in progress listens; Node warns of more than 10
     this.#gateways = addresses.map((one) => new Gateway(one, options.tls, metadata));
     this.#reconnectMs = options.reconnectMs ?? 30_000;
     this.#retryMs = options.retryMs ?? 5_000;

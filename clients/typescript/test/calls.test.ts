@@ -66,6 +66,16 @@ test("a request is resumed by its id, from the start or from a cursor", async ()
   assert.deepEqual(ids, whole.tokenIds.slice(7));
 });
 
+test("many calls at once bring no warning", async (t) => {
+  const warned = t.mock.fn();
+  process.on("warning", warned);
+  t.after(() => process.off("warning", warned));
+
+  await Promise.all(Array.from({ length: 20 }, (_, n) => client.generate(`Once ${n}`, { maxTokens: 3 })));
+
+  assert.deepEqual(warned.mock.calls.map((call) => String(call.arguments[0])), []);
+});
+
 test("calls that fail together all go on at the next address", async (t) => {
   const listen = async () => {
     const server = createServer((socket) => socket.destroy()).listen(0, "127.0.0.1");
