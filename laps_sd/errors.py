@@ -28,7 +28,6 @@ __all__ = [
     "InvalidArgument",
     "LapsSdError",
     "NotFound",
-    "OutOfRange",
     "PermissionDenied",
     "ResourceExhausted",
     "StartupError",
@@ -92,10 +91,6 @@ class InvalidArgument(LapsSdError):
         )
 
 
-class OutOfRange(LapsSdError):
-    """Error for a position past the end of the existing data."""
-
-
 class NotFound(LapsSdError):
     """Error for an object that is unknown, expired, or another tenant's."""
 
@@ -154,7 +149,6 @@ class Unavailable(_Retryable):
 
 STATUS_CODES: dict[type[LapsSdError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
     NotFound: grpc.StatusCode.NOT_FOUND,
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,

@@ -65,8 +65,6 @@ export class Unavailable extends Retryable {
   }
 }
 
-/** A position past the end of the output. */
-export class OutOfRange extends LapsSdError {}
 /** A request that is unknown, expired, or another tenant's. */
 export class NotFound extends LapsSdError {}
 /** An idempotency key that belongs to another body. */
@@ -85,7 +83,6 @@ export class Cancelled extends LapsSdError {}
 export class Unimplemented extends LapsSdError {}
 
 const KINDS: Partial<Record<status, typeof LapsSdError>> = {
-  [status.OUT_OF_RANGE]: OutOfRange,
   [status.NOT_FOUND]: NotFound,
   [status.ALREADY_EXISTS]: AlreadyExists,
   [status.FAILED_PRECONDITION]: FailedPrecondition,

@@ -7,7 +7,6 @@ export {
   InvalidArgument,
   LapsSdError,
   NotFound,
-  OutOfRange,
   PermissionDenied,
   ResourceExhausted,
   Unauthenticated,
