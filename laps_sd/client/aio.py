@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from laps_sd.client.chat import Fields
 from laps_sd.client.failures import is_lost
+from laps_sd.client.loop_thread import CLOSED
 from laps_sd.client.repair import Chosen, Event, Patience, Progress, collect
 from laps_sd.client.request import (
     Metadata,
@@ -99,6 +100,7 @@ class AsyncClient:
         self._channels = [make_channel(one, tls) for one in addresses(address)]
         self._stubs: list[InferenceAsyncStub] = [InferenceStub(channel) for channel in self._channels]
         self._at = 0
+        self._closed = False
         self._metadata = credentials(api_key, metadata)
         self._reconnect_s = reconnect_s
         self._retry_s = retry_s
@@ -112,7 +114,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End all calls."""
+        """End all calls, with ValueError in the tasks that wait for them. Idempotent."""
+        self._closed = True
         for channel in self._channels:
             await channel.close()
 
@@ -177,7 +180,8 @@ class AsyncClient:
             left_s = patience.timeout_s(time.monotonic())
             at = self._at
             try:
-                return await getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
+                with self._until_closed():
+                    return await getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 pause_s = patience.pause_s(error, time.monotonic())
             self._leave(at)
@@ -186,6 +190,17 @@ class AsyncClient:
     @property
     def _stub(self) -> InferenceAsyncStub:
         return self._stubs[self._at % len(self._stubs)]
+
+    @contextlib.contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """Raise ValueError for a call that `close` ended: gRPC cancels it, or refuses it."""
+        try:
+            yield
+        except (grpc.aio.UsageError, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if self._closed and not (task and task.cancelling()):
+                raise ValueError(CLOSED) from None
+            raise
 
     def _leave(self, at: int) -> None:
         """Go on at the next address, once for all calls that failed together at this one."""
@@ -205,17 +220,18 @@ class AsyncClient:
         try:
             while not progress.ended:
                 at = self._at
-                call = self._open(progress)
                 lost: grpc.RpcError | None = None
-                try:
-                    async for message in call:
-                        chosen = progress.take(message, time.monotonic())
-                        if chosen is not None:
-                            yield chosen
-                except grpc.aio.AioRpcError as error:
-                    lost = error
-                finally:
-                    call.cancel()
+                with self._until_closed():
+                    call = self._open(progress)
+                    try:
+                        async for message in call:
+                            chosen = progress.take(message, time.monotonic())
+                            if chosen is not None:
+                                yield chosen
+                    except grpc.aio.AioRpcError as error:
+                        lost = error
+                    finally:
+                        call.cancel()
                 if not progress.ended:
                     if is_lost(lost):
                         self._leave(at)
@@ -223,7 +239,7 @@ class AsyncClient:
         finally:
             for request_id in progress.to_cancel:
                 leaves = CancelRequest(request_id=request_id)
-                with contextlib.suppress(grpc.RpcError):
+                with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
                     await self._stub.Cancel(leaves, timeout=LEAVING_S, metadata=self._metadata)
 
     def _open(self, progress: Progress) -> Any:

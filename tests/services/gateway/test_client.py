@@ -718,6 +718,30 @@ class TestAsyncClient:
             assert isinstance(accepted, Accepted)
             assert scheduler.all_heard("cancel")[0].request_id == accepted.request_id
 
+    async def test_close_ends_what_other_tasks_wait_for(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        client = AsyncClient(address(running))
+        waited_for, left = client.stream("x"), client.stream("x")
+        for stream in (waited_for, left):
+            await anext(stream)
+        waiting = asyncio.create_task(anext(waited_for))
+        answer = asyncio.create_task(client.generate("x"))
+        await scheduler.submitted(3)
+        await client.close()
+
+        for closed in (waiting, answer, client.models(), anext(client.stream("x")), anext(left)):
+            with pytest.raises(ValueError, match=r"^the client is closed$"):
+                await closed
+        await left.aclose()
+        await client.close()
+
+    async def test_a_stream_may_be_closed_after_its_client(self, running: Running) -> None:
+        async with AsyncClient(address(running)) as client:
+            stream = client.stream("x")
+            await anext(stream)
+        await stream.aclose()
+
     async def test_tokens_and_back(self, running: Running) -> None:
         async with AsyncClient(address(running)) as client:
             ids = await client.tokenize("hello world")
