@@ -21,6 +21,8 @@ ToolParser: TypeAlias = Literal[
 ]
 ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
 
+SHARD = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names of shards that are part of a valid request id."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -286,8 +288,8 @@ class GatewaySettings(LinkSettings, ServingSettings):
     def problems(self) -> Iterator[str]:
         """Yield the problems that no check of a single field can find."""
         yield from super().problems()
-        if not self.shard or not all(character.isalnum() or character in "-_" for character in self.shard):
-            yield f"LAPS_SD_SHARD must be letters, digits, - and _, got {self.shard!r}."
+        if not SHARD.fullmatch(self.shard):
+            yield f"LAPS_SD_SHARD must be 1 to 64 letters from a to z, digits, - and _, got {self.shard!r}."
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 yield f"LAPS_SD_CORS_ORIGINS must be origins such as https://app.example, or *, got {origin!r}."

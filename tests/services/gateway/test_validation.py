@@ -332,6 +332,8 @@ def test_the_shard_is_the_beginning_of_the_id() -> None:
         ({"scheduler_seeds": ()}, "LAPS_SD_SCHEDULER_SEEDS"),
         ({"scheduler_seeds": ("nowhere",)}, "host:port"),
         ({"shard": "a.b"}, "LAPS_SD_SHARD"),
+        ({"shard": "größe"}, "LAPS_SD_SHARD"),
+        ({"shard": "a" * 65}, "LAPS_SD_SHARD"),
         ({"cors_origins": ("https://app.example/",)}, "LAPS_SD_CORS_ORIGINS"),
         ({"heartbeat_s": 5.0}, "LAPS_SD_SILENCE_S"),
         ({"backoff_min_s": 3.0}, "LAPS_SD_BACKOFF_MAX_S"),
