@@ -22,7 +22,10 @@ REFUSED = counter(
 PROMPT_TOKENS = histogram(
     "laps_sd_gateway_prompt_tokens", "Prompt lengths of accepted requests.", buckets=TOKENS
 )
-OUTPUT_TOKENS = counter("laps_sd_gateway_output_tokens_total", "Output tokens passed to clients.")
+OUTPUT_TOKENS = counter(
+    "laps_sd_gateway_output_tokens_total",
+    "Output tokens passed to clients, again to one that reads them again.",
+)
 FIRST_TOKEN = histogram(
     "laps_sd_gateway_first_token_seconds",
     "Time from the arrival of a request to its first output tokens.",
@@ -68,7 +71,7 @@ TENANT_PROMPT_TOKENS = counter(
 )
 TENANT_OUTPUT_TOKENS = counter(
     "laps_sd_gateway_tenant_output_tokens_total",
-    "Output tokens passed to the tenant's clients.",
+    "Output tokens passed to the tenant's clients, again to one that reads them again.",
     ("tenant",),
 )
 STREAMS = gauge("laps_sd_gateway_streams", "Client streams that are open.")

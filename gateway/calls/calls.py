@@ -267,7 +267,13 @@ class Calls:
                 metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
             accepted.append(accepted_event(acceptance, self.model))
             attachment.output = Output(acceptance, self.model, cursor, shown_ids=shown_ids)
-            measured = StreamMetrics(began, tenant, fresh=cursor is None, billed=not acceptance.attached)
+            measured = StreamMetrics(
+                began,
+                tenant,
+                start=0 if cursor is None else cursor.next_token,
+                fresh=cursor is None,
+                new=not acceptance.attached,
+            )
             if self.settings.log_requests:  # called after `measured` has the end
                 stack.callback(
                     log_end,

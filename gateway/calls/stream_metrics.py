@@ -21,14 +21,16 @@ class StreamMetrics:
     """A context in which one attachment is counted: time to the first token, time per token, reason of the
     end."""
 
-    def __init__(self, began: float, tenant: str, *, fresh: bool, billed: bool) -> None:
+    def __init__(self, began: float, tenant: str, *, start: int, fresh: bool, new: bool) -> None:
+        """`start`: position of the first token that the client does not have."""
         self.end = ""
         self.ended_message: inference_pb2.Ended | None = None
         """The end of the output; None if the stream ended before it."""
         self.count = 0
-        """Output tokens that arrived."""
+        """Output tokens that arrived, those before `start` among them."""
         self._tenant = tenant
-        self._billed = billed  # tokens of an attachment to an existing request are counted already
+        self._start = start
+        self._new = new  # this attachment has made the request
         self._began = began
         self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
         self._first: float | None = None
@@ -57,7 +59,7 @@ class StreamMetrics:
         """Record the end of the output."""
         self.end = reason_text(ended.finish_reason)
         self.ended_message = ended
-        if not (self._fresh and self._billed):  # the attachment that made the request counts it
+        if not (self._fresh and self._new):  # the attachment that made the request counts it
             return
         took_s = _now() - self._began
         metrics.REQUEST.observe(took_s)
@@ -85,9 +87,9 @@ class StreamMetrics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.failed(error)
         metrics.REQUESTS.labels(self.end).inc()
-        metrics.OUTPUT_TOKENS.inc(self.count)
-        if self._billed:
-            metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(self.count)
+        passed = max(0, self.count - self._start)
+        metrics.OUTPUT_TOKENS.inc(passed)
+        metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(passed)
         if self._fresh and self._first is not None and self.count > 1:
             metrics.TOKEN_TIME.observe((self._last - self._first) / (self.count - 1))
 

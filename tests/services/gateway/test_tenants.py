@@ -30,6 +30,7 @@ from laps_sd.service.config import ConfigError
 from laps_sd.service.keys import digest_of
 from laps_sd.v1.inference_pb2 import (
     CancelRequest,
+    Cursor,
     DetokenizeRequest,
     ExplainRequest,
     GenerateRequest,
@@ -37,9 +38,10 @@ from laps_sd.v1.inference_pb2 import (
     ResumeRequest,
     TokenizeRequest,
 )
+from tests.helpers import wait_until_async
 from tests.services.gateway.conftest import Running, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
-from tests.services.gateway.reading import has_retry_info, rest
+from tests.services.gateway.reading import has_retry_info, read_tokens, rest
 
 ACME, OTHER = "laps-sd-" + "a" * 43, "laps-sd-" + "b" * 43
 FILE = f"""
@@ -358,6 +360,35 @@ class TestOverTheWire:
         assert scheduler.record.requests[request_id].submit.tenant == "other"
         after = metrics.value("laps_sd_gateway_tenant_output_tokens_total", {"tenant": "other"})
         assert after - before == 3
+
+    @pytest.mark.parametrize("again", ["resumes", "has the same key"])
+    async def test_tokens_count_whichever_stream_passes_them(
+        self, running: Running, scheduler: FakeScheduler, again: str
+    ) -> None:
+        """As after the death of a gateway. Tokens before the cursor are passed to nobody."""
+        names = ("laps_sd_gateway_output_tokens_total", "laps_sd_gateway_tenant_output_tokens_total")
+
+        def counted() -> list[float]:
+            return [metrics.value(names[0], {}), metrics.value(names[1], {"tenant": "anonymous"})]
+
+        before = counted()
+        request = GenerateRequest(text="x", idempotency_key="mine")
+        call = running.stub.GenerateStream(request)
+        request_id = await scheduler.submitted()
+        if again == "resumes":
+            scheduler.commit(request_id, [70, 71, 72])
+            await read_tokens(call, 3)
+        call.cancel()
+        await wait_until_async(lambda: not len(running.link.streams), description="no stream", every_s=0.005)
+        scheduler.commit(request_id, [73, 74], Kind.KIND_LENGTH)
+        if again == "resumes":
+            cursor = Cursor(next_token=3, text_offset=3)
+            await rest(running.stub.Resume(ResumeRequest(request_id=request_id, cursor=cursor)))
+        else:
+            await rest(running.stub.GenerateStream(request))
+
+        expected = 5 if again == "resumes" else 2
+        assert [after - earlier for after, earlier in zip(counted(), before, strict=True)] == [expected] * 2
 
     async def test_the_python_client_sends_its_key(self, keyed: Running) -> None:
         address = f"127.0.0.1:{keyed.gateway.app.port}"
