@@ -20,6 +20,8 @@ PASSING_REASONS = (
     SubmitRefused.REASON_STORE_UNAVAILABLE,
 )
 """Reasons for which a request that was accepted once waits for room instead of being refused."""
+SPECIFICATION = "specification."
+"""Beginning of the names of fields in a refusal that are also, except the prompt, those of a client's request."""
 
 
 def refusal_error(refused: SubmitRefused) -> LapsSdError:
@@ -39,8 +41,16 @@ def refusal_error(refused: SubmitRefused) -> LapsSdError:
         case SubmitRefused.REASON_EXPIRED:
             return DeadlineExceeded(refused.detail or "the deadline passed before the request was accepted")
         case SubmitRefused.REASON_INVALID:
-            return InvalidArgument("", refused.detail or "the request is out of the shard's bounds")
+            return _invalid(refused.detail)
         case _:
             return Unavailable(
                 refused.detail or "the record cannot be reached", retry_after_s=retry_after_s or 1.0
             )
+
+
+def _invalid(detail: str) -> InvalidArgument:
+    """Return the error for a sentence that begins with the name of a field, which gets the client's name."""
+    if not detail.startswith(SPECIFICATION):
+        return InvalidArgument("", detail or "the request is out of the shard's bounds")
+    field, _, problem = detail.removeprefix(SPECIFICATION).partition(" ")
+    return InvalidArgument("prompt" if field == "prompt_ids" else field, problem)

@@ -79,7 +79,7 @@ def _check_prompt(submit: gateway_pb.Submit, most_tokens: int) -> None:
     if prompt_tokens > most_tokens:
         raise InvalidArgument(
             "specification.prompt_ids",
-            f"must have at most {max(0, most_tokens)} entries, got {prompt_tokens}",
+            f"must have at most {max(0, most_tokens)} tokens in this shard, got {prompt_tokens}",
         )
     if max(specification.prompt_ids) > MAX_TOKEN_ID:
         raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
@@ -102,7 +102,8 @@ def _check_outputs(submit: gateway_pb.Submit, max_tokens: int, room: int) -> Non
     if max_tokens > room:
         raise InvalidArgument(
             "specification.sampling.max_tokens",
-            f"with {len(submit.specification.prompt_ids)} prompt tokens must be at most {room}, got {max_tokens}",
+            f"must be at most {room} after a prompt of {len(submit.specification.prompt_ids)} tokens in this shard,"
+            f" got {max_tokens}",
         )
     if len(submit.shown_ids) > max_tokens:
         raise InvalidArgument(

@@ -343,6 +343,26 @@ class TestGenerateStream:
         assert has_retry_info(error.value) == retry
         await nobody_left(running)
 
+    @pytest.mark.parametrize(
+        ("detail", "field"),
+        [
+            ("specification.sampling.max_tokens must be at most 61, got 62", "sampling.max_tokens"),
+            ("specification.prompt_ids must have at most 63 tokens, got 64", "prompt"),
+            ("attachment_id must be short", ""),
+        ],
+    )
+    async def test_what_a_shard_cannot_hold_is_refused_by_the_clients_name_of_the_field(
+        self, running: Running, scheduler: FakeScheduler, detail: str, field: str
+    ) -> None:
+        scheduler.refuse = Refused(reason=Refused.REASON_INVALID, detail=detail)
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(HELLO)
+        ((named, problem),) = violations(error.value)
+        assert named == field
+        assert error.value.details() == f"{field} {problem}".strip()
+        assert detail.endswith(problem)
+
     async def test_a_client_that_leaves_is_detached_and_forgotten(
         self, running: Running, scheduler: FakeScheduler
     ) -> None:

@@ -914,11 +914,15 @@ async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wai
         fitting = await client.submit("r2", submission_id=2, max_tokens=50)
 
         assert too_long.refused.reason == Refused.REASON_INVALID
-        assert "61" in too_long.refused.detail
+        assert too_long.refused.detail == (
+            "specification.sampling.max_tokens must be at most 61 after a prompt of 3 tokens in this shard, got 62"
+        )
         assert fitting.accepted.request_id == "r2"
 
         too_long = await client.submit("r3", submission_id=3, prompt=range(64), max_tokens=1)
-        assert too_long.refused.detail == "specification.prompt_ids must have at most 63 entries, got 64"
+        assert too_long.refused.detail == (
+            "specification.prompt_ids must have at most 63 tokens in this shard, got 64"
+        )
 
 
 async def test_with_each_heartbeat_gateways_learn_the_room_for_a_new_request(start: StartScheduler) -> None:
