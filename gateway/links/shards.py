@@ -7,8 +7,8 @@ existing one.
     link = shards.link_of(request_id)
 
 A new request goes to the shard with the shortest expected wait, from the reports that the leaders send about
-their queues every second. A request that a shard cannot take (queue full, record unavailable) is offered to
-the next best shard. An idempotency key belongs to the shard that claimed it first; every other shard refuses
+their queues every second. A request that a shard cannot take (queue full, record unavailable, too long for its
+workers) is offered to the next best shard. An idempotency key belongs to the shard that claimed it first; every other shard refuses
 the key and names that shard.
 
 With a shards file (`LAPS_SD_SHARDS_FILE`) shards can be added and removed while traffic runs. A shard that is
@@ -49,6 +49,8 @@ ISSUED_ID = re.compile(rf"[A-Za-z0-9_-]+\.[{BASE32}]{{{ID_CHARACTERS}}}")
 SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 Refused = link_pb2.SubmitRefused
+OF_ONE_SHARD = (Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE, Refused.REASON_INVALID)
+"""Reasons for which another shard may accept the request. INVALID: no worker of the shard can hold it."""
 
 
 def new_request_id(shard: str) -> str:
@@ -213,7 +215,7 @@ class Shards:
                     retry_after_s=LOOK_EVERY_S,
                 )
             return link if refused.shard not in tried else None
-        if refused.reason in (Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE):
+        if refused.reason in OF_ONE_SHARD:
             others = [link for link in self._open() if link.connected and link.shard not in tried]
             return self._least_wait(others) if others else None
         return None

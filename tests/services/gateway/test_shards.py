@@ -218,7 +218,9 @@ async def test_the_workers_of_a_shard_whose_leader_is_lost_are_not_counted(shop:
 
 
 class TestARefusal:
-    @pytest.mark.parametrize("reason", [Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE])
+    @pytest.mark.parametrize(
+        "reason", [Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE, Refused.REASON_INVALID]
+    )
     async def test_of_one_shard_leads_to_the_next(self, shop: Shop, reason: Any) -> None:
         await shop.add("s0", load=load(backlog_s=0), refuse=Refused(reason=reason))
         await shop.add("s1", load=load(backlog_s=1000))
