@@ -66,7 +66,6 @@ export class Client {
     const metadata = new Metadata();
     for (const [name, value] of Object.entries(options.metadata ?? {})) metadata.add(name, value);
     if (options.apiKey) metadata.set("authorization", `Bearer ${options.apiKey}`);
-    setMaxListeners(0, this.#closing.signal); // each call in progress listens; Node warns of more than 10
     this.#gateways = addresses.map((one) => new Gateway(one, options.tls, metadata));
     this.#reconnectMs = options.reconnectMs ?? 30_000;
     this.#retryMs = options.retryMs ?? 5_000;
@@ -136,9 +135,20 @@ export class Client {
     return this.#gateways[this.#at % this.#gateways.length] as Gateway;
   }
 
-  /** Ends with the caller's signal and with the client. */
-  #signal(signal: AbortSignal | undefined): AbortSignal {
-    return signal ? AbortSignal.any([signal, this.#closing.signal]) : this.#closing.signal;
+  /**
+   * Returns a signal that ends with the caller's and with the client, and what unlinks it. AbortSignal.any would keep a part of each
+   * call for as long as one of the two lives.
+   */
+  #link(signal: AbortSignal | undefined): { signal: AbortSignal; unlink: () => void } {
+    const sources = signal ? [signal, this.#closing.signal] : [this.#closing.signal];
+    const either = new AbortController();
+    const abort = () => either.abort(sources.find((source) => source.aborted)?.reason);
+    for (const source of sources) {
+      setMaxListeners(0, source); // each call in progress listens; Node warns of more than 10
+      source.addEventListener("abort", abort);
+    }
+    if (sources.some((source) => source.aborted)) abort();
+    return { signal: either.signal, unlink: () => sources.forEach((source) => source.removeEventListener("abort", abort)) };
   }
 
   /** Makes a call that may be repeated, and returns its response. */
@@ -148,18 +158,22 @@ export class Client {
     options: CallOptions,
     retryMs = this.#retryMs,
   ): Promise<MessageShape<O>> {
-    const signal = this.#signal(options.signal);
+    const { signal, unlink } = this.#link(options.signal);
     const patience = new Patience(retryMs, options.timeoutMs, performance.now());
-    for (;;) {
-      const at = this.#at;
-      try {
-        return await this.#gateway.unary(method, request, { timeoutMs: patience.timeoutMs(performance.now()), signal });
-      } catch (failed) {
-        if (!isFailedCall(failed)) throw failed;
-        const pauseMs = patience.pauseMs(failed, performance.now());
-        this.#leave(at);
-        await pause(pauseMs, signal);
+    try {
+      for (;;) {
+        const at = this.#at;
+        try {
+          return await this.#gateway.unary(method, request, { timeoutMs: patience.timeoutMs(performance.now()), signal });
+        } catch (failed) {
+          if (!isFailedCall(failed)) throw failed;
+          const pauseMs = patience.pauseMs(failed, performance.now());
+          this.#leave(at);
+          await pause(pauseMs, signal);
+        }
       }
+    } finally {
+      unlink();
     }
   }
 
@@ -172,7 +186,7 @@ export class Client {
     request: GenerateRequest | ResumeRequest,
     options: CallOptions,
   ): AsyncGenerator<StreamEvent, void, undefined> {
-    const signal = this.#signal(options.signal);
+    const { signal, unlink } = this.#link(options.signal);
     const limits = { timeoutMs: options.timeoutMs, reconnectMs: this.#reconnectMs, retryMs: this.#retryMs };
     const progress = new Progress(request, limits, performance.now());
     let left: Promise<void> | undefined;
@@ -196,7 +210,7 @@ export class Client {
         await pause(progress.lost(failed, performance.now()), signal);
       }
     } finally {
-      signal.removeEventListener("abort", leave);
+      unlink();
       await leave();
     }
   }

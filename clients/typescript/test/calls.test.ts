@@ -1,7 +1,7 @@
 // Every call of the client at a gateway, which nothing disturbs: LAPS_SD_TEST_GATEWAYS has its address.
 
 import assert from "node:assert/strict";
-import { once } from "node:events";
+import { getEventListeners, once } from "node:events";
 import { createServer, type AddressInfo } from "node:net";
 import { after, test } from "node:test";
 
@@ -74,6 +74,21 @@ test("many calls at once bring no warning", async (t) => {
   await Promise.all(Array.from({ length: 20 }, (_, n) => client.generate(`Once ${n}`, { maxTokens: 3 })));
 
   assert.deepEqual(warned.mock.calls.map((call) => String(call.arguments[0])), []);
+});
+
+test("many calls with one signal bring no warning and leave nothing with it", async (t) => {
+  const warned = t.mock.fn();
+  process.on("warning", warned);
+  t.after(() => process.off("warning", warned));
+  const { signal } = new AbortController();
+  const before = Reflect.ownKeys(signal);
+
+  await Promise.all(Array.from({ length: 20 }, (_, n) => client.generate(`Once ${n}`, { maxTokens: 3, signal })));
+  await client.models({ signal });
+
+  assert.equal(warned.mock.callCount(), 0);
+  assert.deepEqual(getEventListeners(signal, "abort"), []);
+  assert.deepEqual(Reflect.ownKeys(signal), before); // Node has there what AbortSignal.any keeps
 });
 
 test("calls that fail together all go on at the next address", async (t) => {
@@ -208,6 +223,16 @@ test("closing a client ends its streams", async () => {
   await requestId(events);
   closed.close();
   await assert.rejects(all(events), { name: "Cancelled", message: "the client was closed" });
+});
+
+test("closing a client ends its calls that have a signal of their own", async () => {
+  const closed = new Client(address);
+  const { signal } = new AbortController();
+  const events = closed.stream("A long story", { ...LONG, signal });
+  await requestId(events);
+  closed.close();
+  await assert.rejects(all(events), { name: "Cancelled", message: "the client was closed" });
+  await assert.rejects(closed.models({ signal }), { name: "Cancelled" });
 });
 
 test("this machine is dialled directly, whatever proxy the environment names", async (t) => {
