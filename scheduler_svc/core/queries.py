@@ -12,7 +12,7 @@ from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.errors import EstimateErrors, Moment
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies.base import Policy, resume_cost_s
-from scheduler_svc.core.rank import AHEAD, OrderKey, pack_rank_class
+from scheduler_svc.core.rank import BEHIND, MAX_LEVELS, OrderKey, pack_rank_class
 from scheduler_svc.core.state.request import Request, order_key_of
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.worker import Worker
@@ -152,8 +152,8 @@ def _ahead_of(shard: Shard, request: Request) -> Ahead:
     list, and a pass over the requests that are neither queued nor on a list.
     """
     key = request.key_now
-    of_priority = pack_rank_class(request.facts.priority, 0)
-    of_turn = of_priority | (key[0] & AHEAD)
+    of_priority = pack_rank_class(request.facts.priority, 0) + BEHIND
+    of_turn = key[0] & -MAX_LEVELS
     ends: list[OrderKey] = [*((of, -math.inf, "") for of in (of_priority, of_turn, key[0])), key]
     before = [_position(shard, end) for end in ends]
     ahead = [before[0], *(after - earlier for earlier, after in pairwise(before))]

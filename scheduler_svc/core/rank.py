@@ -20,6 +20,8 @@ MAX_LEVELS: Final = 32
 AHEAD: Final = MAX_LEVELS
 """The bit between priority and level: set while the tenant is ahead of others (`core/state/tenants.py`).
 Policies do not use it. MAX_LEVELS is a power of two, so it is a bit of the class of any priority."""
+BEHIND: Final = -MAX_LEVELS
+"""Added to the class of a request on a list while its tenant is behind others."""
 
 OrderKey = tuple[int, float, str]
 """(rank_class, cost, request id): how requests are compared everywhere, smaller first."""
@@ -29,12 +31,11 @@ def pack_rank_class(priority: int, level: int) -> int:
     """Pack the precedence above the index into one number; smaller runs first.
 
     Precedence (our choice): the reserved share stands above all of this and is a flag of its own; then
-    priority, higher first; then whether the tenant is ahead (when fairness is on); then the level. Each part
-    has its own bits:
+    priority, higher first; then whether the tenant is behind or ahead (when fairness is on); then the level:
 
-        rank_class = −priority · 2 · MAX_LEVELS + (AHEAD if the tenant is ahead) + level
+        rank_class = −priority · 4 · MAX_LEVELS + (BEHIND, 0 or AHEAD) + level
     """
-    return -priority * 2 * MAX_LEVELS + level
+    return -priority * 4 * MAX_LEVELS + level
 
 
 def last_of_class(key: OrderKey) -> OrderKey:

@@ -626,7 +626,7 @@ class TestTheCheckOfTheInvariants:
             lambda shard: shard.queued.remove(shard.requests["r5"].order_key),
             lambda shard: setattr(shard.requests["r5"].account, "waiting_at_s", None),
             lambda shard: setattr(shard.requests["r5"].account, "ahead", True),
-            lambda shard: setattr(shard.requests["r5"].account, "queued", 7),
+            lambda shard: setattr(shard.requests["r5"].account, "waiting", 7),
             lambda shard: setattr(shard.requests["r5"].account, "unfinished", 7),
             lambda shard: shard._listed_of.update({Account(0, "z", 0.0): {}}),
             lambda shard: shard.short_of_blocks.update(gone=Worker("gone")),

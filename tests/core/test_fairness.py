@@ -20,7 +20,7 @@ from scheduler_svc.core.policies import POLICIES
 from scheduler_svc.core.rank import AHEAD, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state import tenants
-from scheduler_svc.core.state.tenants import Account, Accounts
+from scheduler_svc.core.state.tenants import MOST_TURNS, Account, Accounts
 from tests.core.cluster import Cluster
 from tests.core.jobs import Job, facts
 
@@ -178,6 +178,57 @@ def test_what_has_the_reserved_share_to_itself_takes_turns(policy: str) -> None:
     assert 0 < gauge.together_s <= bound_s(cluster)
 
 
+@ANY_POLICY
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("output", [20, 400])
+def test_a_tenant_with_few_requests_is_served_beside_one_with_many(
+    policy: str, slots: int, output: int
+) -> None:
+    """All its requests are on the list of the worker, and none in the queue. Without turns those with 400 tokens are
+    last under most policies, and under fcfs all are.
+    """
+    cluster = Cluster(policy, [facts("w", slots, 10_000)], FAIR)
+    cluster.submit(jobs("hog", ([(20, 60, (3,), 60)], 150, 0.0, [0])))
+    guests = [Job(f"guest{i}", 1.0, 20, output, (3,), hint=output, tenant="guest") for i in range(slots)]
+    cluster.submit(guests)
+    cluster.run(until_s=1.0)
+    before_s = cluster.tenant_served_s[0, "hog"]
+    while cluster.ended.keys().isdisjoint(job.request_id for job in guests):
+        cluster.run(until_s=cluster.now_s + 0.1)
+        hog_s = cluster.tenant_served_s[0, "hog"] - before_s
+        assert hog_s - cluster.tenant_served_s[0, "guest"] <= 2 * bound_s(cluster)
+
+
+@ANY_POLICY
+def test_batches_that_end_together_take_turns(policy: str) -> None:
+    """A tenant that has no request between two batches does not begin anew with each."""
+    cluster = Cluster(policy, [facts("w", 1, 10_000)], FAIR, check=False)
+    cluster.submit(jobs("hog", ([(20, 300, (3,), 300)], 40, 0.0, [0])))
+    batch: list[Job] = []
+    for number in range(20):
+        batch = [
+            Job(f"b{number}-{i}", cluster.now_s, 20, 30, (3,), hint=30, tenant="batches") for i in range(4)
+        ]
+        cluster.submit(batch)
+        while not cluster.ended.keys() >= {job.request_id for job in batch}:
+            cluster.run(until_s=cluster.now_s + 0.1)
+    hog_s, batches_s = (cluster.tenant_served_s[0, tenant] for tenant in ("hog", "batches"))
+    assert batches_s - hog_s <= 2 * bound_s(cluster)
+
+
+@ANY_POLICY
+def test_one_that_cannot_use_its_turn_does_not_end_those_of_others(policy: str) -> None:
+    """Only one worker of four can hold the requests of one tenant, so it never has a third of the service."""
+    small = [facts(f"small{i}", 1, max_length=400) for i in range(3)]
+    cluster = Cluster(policy, [facts("large", 1), *small], FAIR, check=False)
+    cluster.submit(jobs("large", ([(500, 60, (3,), 60)], 40, 0.0, [0])))
+    cluster.submit(jobs("short", ([(20, 30, (3,), 30)], 300, 0.0, [0])))
+    cluster.submit(jobs("long", ([(20, 300, (3,), 300)], 30, 0.0, [0])))
+    cluster.run(until_s=12.0)
+    short_s, long_s = (cluster.tenant_served_s[0, tenant] for tenant in ("short", "long"))
+    assert abs(short_s - long_s) <= (1 + MOST_TURNS) * bound_s(cluster)
+
+
 def step_cost(waiting: int, fair: bool) -> int:
     """Return the policy calls of the step in which a turn comes: ranks are counted, comparisons are not."""
     cluster = Cluster("laps-sd", [facts("w", 2, 10_000)], CoreSettings(tenant_fairness=fair), check=False)
@@ -209,7 +260,7 @@ class TestAccounts:
         accounts = Accounts()
         opened = [accounts.open(0, tenant) for tenant in tenants]
         for account in opened:
-            accounts.queued(account, +1)
+            accounts.waits(account, +1)
         assert accounts.settle() == []
         return accounts, opened
 
@@ -242,18 +293,19 @@ class TestAccounts:
         for _ in range(1024):
             accounts.close(accounts.open(0, "giant"))
         assert accounts.settle() == []
-        accounts.queued(a, +1)
+        accounts.waits(a, +1)
         assert accounts.settle() == [a] and a.ahead
 
-    def test_not_waiting_earns_nothing(self) -> None:
+    def test_not_waiting_earns_a_turn_at_most(self) -> None:
         accounts, (a, _) = self.waiting("a", "b")
-        accounts.queued(a, -1)
-        accounts.charge(accounts.open(0, "b"), 5.0, attained_s=9.0)
-        accounts.settle()
-        accounts.queued(a, +1)
-        accounts.settle()
-        assert a.served_s == 5.0
-        assert accounts.open(0, "new").served_s == 5.0
+        accounts.waits(a, -1)
+        accounts.charge(accounts.open(0, "b"), 5.0, attained_s=2.0)
+        assert accounts.settle() == [a] and a.behind, "its other request runs"
+        accounts.check()
+        accounts.waits(a, +1)
+        assert accounts.settle() == [a] and not a.behind
+        assert a.served_s == 3.0, "a turn less"
+        assert accounts.open(0, "new").served_s == 3.0
         accounts.check()
 
     def test_what_nobody_waits_for_is_not_counted(self) -> None:
@@ -265,7 +317,7 @@ class TestAccounts:
     def test_each_priority_has_its_own_turns(self) -> None:
         accounts, (low, _) = self.waiting("a", "b")
         high = accounts.open(1, "a")
-        accounts.queued(high, +1)
+        accounts.waits(high, +1)
         accounts.settle()
         accounts.charge(high, 9.0, attained_s=1.0)
         assert accounts.settle() == [] and not low.ahead and not high.ahead
@@ -273,7 +325,7 @@ class TestAccounts:
     def test_leaving_and_coming_back_pays_no_debt(self) -> None:
         accounts, (a, b) = self.waiting("a", "b")
         accounts.charge(a, 2.0, attained_s=1.0)
-        accounts.queued(a, -1)
+        accounts.waits(a, -1)
         accounts.close(a)
         assert accounts.settle() == [a]
         accounts.check()
@@ -285,10 +337,36 @@ class TestAccounts:
         assert accounts.settle() == [a]
         assert accounts.open(0, "a") is not a, "forgotten when it had caught up"
 
+    def test_leaving_before_being_ahead_pays_no_debt_either(self) -> None:
+        accounts, (a, b) = self.waiting("a", "b")
+        accounts.charge(a, 0.75, attained_s=1.0)
+        accounts.waits(a, -1)
+        accounts.close(a)
+        assert accounts.settle() == []
+        accounts.check()
+        assert accounts.open(0, "a") is a and a.served_s == 0.75
+        accounts.close(a)
+        accounts.settle()
+        accounts.charge(b, 1.0, attained_s=1.0)
+        accounts.settle()
+        accounts.check()
+        assert accounts.open(0, "a") is not a, "forgotten when the others had caught up"
+
+    def test_who_runs_with_less_service_comes_first_until_it_has_caught_up(self) -> None:
+        accounts, (a, b) = self.waiting("a", "b")
+        accounts.waits(a, -1)
+        accounts.charge(b, 2.0, attained_s=1.0)
+        assert accounts.settle() == [a] and a.behind and not b.ahead
+        accounts.charge(a, 1.5, attained_s=1.0)
+        assert accounts.settle() == [] and a.behind
+        accounts.charge(a, 0.5, attained_s=1.0)
+        assert accounts.settle() == [a] and not a.behind
+        accounts.check()
+
     def test_who_leaves_in_turn_is_forgotten(self) -> None:
         accounts, (a, b) = self.waiting("a", "b")
         for account in (a, b):
-            accounts.queued(account, -1)
+            accounts.waits(account, -1)
             accounts.close(account)
         accounts.settle()
         assert accounts.open(0, "a") is not a
@@ -297,8 +375,8 @@ class TestAccounts:
         accounts, (a, b) = self.waiting("a", "b")
         accounts.charge(a, 2.0, attained_s=1.0)
         assert accounts.settle() == [a]
-        accounts.queued(a, -1)
-        accounts.queued(b, -1)
+        accounts.waits(a, -1)
+        accounts.waits(b, -1)
         assert accounts.settle() == [a] and not a.ahead
 
     def test_the_number_of_debts_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:

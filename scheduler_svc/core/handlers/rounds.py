@@ -125,6 +125,8 @@ class Rounds:
             return "the reserved share went to an older request" if newcomer.reserved else NO_BLOCKS
         if request.tenant_ahead and not newcomer.tenant_ahead:
             return "its tenant is ahead of others that wait"
+        if newcomer.tenant_behind and not request.tenant_behind:
+            return "a tenant that waits has had less service than its own"
         theirs, its = self._policy.ordered_by(newcomer), self._policy.ordered_by(request)
         return f"outranked by a request with {theirs}; this one has {its}"
 

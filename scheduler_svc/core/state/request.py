@@ -12,7 +12,7 @@ from scheduler_svc.core.estimates.errors import ALL_MOMENTS, SETTLED_ROUNDS, Kep
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts
 from scheduler_svc.core.native import mypyc_attr
-from scheduler_svc.core.rank import AHEAD, OrderKey, RankKey
+from scheduler_svc.core.rank import AHEAD, BEHIND, OrderKey, RankKey
 from scheduler_svc.core.state.shared_prefill import SharedPrefill
 from scheduler_svc.core.state.tenants import Account
 
@@ -170,6 +170,11 @@ class Request:
         return self.account is not None and self.account.ahead
 
     @property
+    def tenant_behind(self) -> bool:
+        """Return whether it comes before requests of other tenants, because its own has had less service."""
+        return self.account is not None and self.account.behind
+
+    @property
     def rank(self) -> RankKey:
         """Return its present rank."""
         assert self.rank_before is not None, "ranked when it enters the shard"
@@ -178,8 +183,7 @@ class Request:
     @property
     def key_now(self) -> OrderKey:
         """Return its order key in its tenant's present turn."""
-        rank_class, cost, request_id = self.order_key
-        return (rank_class | AHEAD if self.tenant_ahead else rank_class & ~AHEAD, cost, request_id)
+        return (self._class_now(self.rank.rank_class), self.order_key[1], self.facts.request_id)
 
     @property
     def age_key(self) -> OrderKey:
@@ -206,10 +210,18 @@ class Request:
             self.attained_before_level_s = self.attained_s
         self.rank_before = rank
         self.entry = None
-        account = self.account
-        rank_class = rank.rank_class if account is None or not account.ahead else rank.rank_class | AHEAD
         cost = rank.index_s if self.residency is ON_DEVICE else rank.index_s + rank.resume_cost_s
-        self.order_key = (rank_class, cost, self.facts.request_id)
+        self.order_key = (self._class_now(rank.rank_class), cost, self.facts.request_id)
+
+    def _class_now(self, rank_class: int) -> int:
+        """Return the class that its policy gave it, in its tenant's present turn."""
+        account = self.account
+        if account is None:
+            return rank_class
+        if account.ahead:
+            return rank_class | AHEAD
+        # In the queue there is no such request, except until the end of a step that took it off a list.
+        return rank_class + BEHIND if account.behind and self.worker is not None else rank_class
 
     def speculated(self, drafts: int, drafted: int, accepted: int, remember: bool) -> None:
         """Count `drafts` rounds with `drafted` draft tokens in all, `accepted` of them accepted. `remember`:

@@ -232,6 +232,7 @@ class Shard:
         assert request.running != running
         request.running = running
         request.entry = None
+        self._count_waiting(request, -1 if running else 1)
         self.running += 1 if running else -1
         self.depth[request.rank.level] += -1 if running else 1
 
@@ -269,8 +270,11 @@ class Shard:
         self._queued_lengths[tokens] = self._queued_lengths.get(tokens, 0) + more
         if not self._queued_lengths[tokens]:
             del self._queued_lengths[tokens]
+        self._count_waiting(request, more)
+
+    def _count_waiting(self, request: Request, more: int) -> None:
         if request.account is not None:
-            self._accounts.queued(request.account, more)
+            self._accounts.waits(request.account, more)
 
     def _enlist(self, request: Request, worker: Worker) -> None:
         request.worker = worker.worker_id
@@ -278,6 +282,7 @@ class Shard:
             self._listed_of.setdefault(request.account, {})[request.request_id] = request
             request.order_key = request.key_now
         worker.add(request)
+        self._count_waiting(request, +1)
         worker.reserved += request.reserved
         if request.runs_alone and not worker.alone:
             self.set_alone(worker, True)
@@ -288,6 +293,8 @@ class Shard:
         assert request.worker is not None
         worker = self.workers[request.worker]
         worker.remove(request)
+        if not request.running:
+            self._count_waiting(request, -1)
         if request.account is not None:
             listed = self._listed_of[request.account]
             del listed[request.request_id]
@@ -419,9 +426,11 @@ class Shard:
             i: r.account for i, r in self.requests.items() if r.account is not None and r.worker is not None
         }
         assert all(self._listed_of.values())
-        waiting = Counter(self._account_of(i) for i in queued if self._by_tenant)
+        waiting = Counter(
+            r.account for i, r in self.requests.items() if r.account is not None and self.waits(r)
+        )
         unfinished = Counter(r.account for r in self.requests.values() if r.account is not None)
-        assert all(a.queued == waiting[a] and a.unfinished == unfinished[a] for a in self._accounts)
+        assert all(a.waiting == waiting[a] and a.unfinished == unfinished[a] for a in self._accounts)
         for worker_id, worker in self.short_of_blocks.items():
             assert self.workers.get(worker_id) is worker and worker.facts is not None
         listed: set[str] = set()

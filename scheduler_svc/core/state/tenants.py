@@ -1,20 +1,22 @@
 """Fairness between tenants: whose turn it is, and orders of requests that follow it.
 
 The service of a tenant is counted (as in the Virtual Token Counter, arXiv 2401.00588, but in machine
-seconds). Within one priority, the least served tenant with something in the queue is the mark. A tenant that
-is more than one *turn* above the mark is *ahead*: its requests come after all requests of the same priority
-whose tenant is in turn, until the mark has caught up. A turn is the service of the longest request (deficit
-round robin, Shreedhar and Varghese 1995, sets its quantum so), which is learnt as requests run.
+seconds). Within one priority, the least served tenant of which a request waits, in the queue or on a list, is
+the mark. A tenant that is more than one *turn* above the mark is *ahead*: its requests come after all requests
+of the same priority whose tenant is in turn, until the mark has caught up. A turn is the service of the longest
+request (deficit round robin, Shreedhar and Varghese 1995, sets its quantum so), which is learnt as requests run.
+A tenant of which all requests run is *behind* while it is below the mark: its requests come before all others,
+or those of a tenant that has just caught up would displace them at once.
 
 Bound: two tenants whose requests of one priority are in the queue all the time differ in service by at most
 the longest request's, plus one round on each worker (what is under way cannot be taken back). It holds for
 what they get by rank and through the reserved share together: a tenant that is ahead has no part in that. The
 KV latch of `laps_sd.contract.choose` suspends turns as it suspends all preemption.
 
-A tenant that is ahead waits until every other one with something in the queue has caught up, and none of
-these gets more than twice the bound until then.
+A tenant that is ahead waits until every other one with a request that waits has caught up, and none of
+these gets more than twice the bound until then. One that cannot use its turn is not waited for beyond `MOST_TURNS`.
 
-The rest is our choice (docs/decisions/0005): one bit instead of the exact deficit, so that a request's place
+The rest is our choice (docs/decisions/0005): three places instead of the exact deficit, so that a request's place
 changes only when its tenant's turn comes or goes; and a queue for each tenant, so that this moves one key
 however many wait.
 """
@@ -29,7 +31,9 @@ from scheduler_svc.core.rank import AHEAD, OrderKey
 from scheduler_svc.core.state.sorted_keys import SortedKeys
 
 MOST_IDLE = 4096
-"""Tenants of one priority that are remembered without a request, because they left while ahead."""
+"""Tenants of one priority that are remembered without a request, because they left above the mark."""
+MOST_TURNS = 3
+"""Turns that the least served waiting account may lack to the most served one: our choice."""
 KEPT_PER_END = 1 - 1 / 1024
 """Share of the turn that stays at each end of a request, so that one giant request does not set it
 permanently."""
@@ -44,13 +48,15 @@ class Account:
     served_s: float
     """Machine seconds; comparable within the priority only, and only differences count."""
     ahead: bool = False
+    behind: bool = False
     unfinished: int = 0
-    queued: int = 0
+    waiting: int = 0
+    """Requests that wait for their turn: in the queue, or on a list and not running."""
     waiting_at_s: float | None = None
-    """Value of `served_s` in the order of waiting accounts; None while none of its requests is in the
-    queue."""
-    ahead_at_s: float = 0.0
-    """Value of `served_s` in the order of accounts that are ahead."""
+    """Value of `served_s` in the order of waiting accounts; None while it is not there."""
+    order: SortedKeys[tuple[float, str]] | None = None
+    """The order of those that are ahead, idle, or content, if it is in one; and its value of `served_s` there."""
+    order_at_s: float = 0.0
 
 
 class Accounts:
@@ -68,6 +74,7 @@ class Accounts:
             account = contest.accounts[tenant] = Account(priority, tenant, contest.mark_s)
         contest.idle.pop(tenant, None)
         account.unfinished += 1
+        contest.touched[tenant] = account
         return account
 
     def close(self, account: Account) -> None:
@@ -76,9 +83,9 @@ class Accounts:
         self._turn_s *= KEPT_PER_END
         self._contests[account.priority].touched[account.tenant] = account
 
-    def queued(self, account: Account, more: int) -> None:
-        """Add `more` to the number of its requests in the queue (negative: fewer)."""
-        account.queued += more
+    def waits(self, account: Account, more: int) -> None:
+        """Add `more` to the number of its requests that wait (negative: fewer)."""
+        account.waiting += more
         self._contests[account.priority].touched[account.tenant] = account
 
     def charge(self, account: Account, seconds: float, attained_s: float) -> None:
@@ -119,81 +126,125 @@ class _Contest:
     def __init__(self) -> None:
         self.accounts: dict[str, Account] = {}
         self.waiting: SortedKeys[tuple[float, str]] = SortedKeys()
-        """Accounts with something in the queue, the least served first."""
+        """Accounts with a request that waits, the least served first."""
         self.mark_s = 0.0
-        """Service of the least served waiting account, now or when one last waited. Never falls."""
+        """Service of the least served waiting account, now or when one last waited."""
         self.touched: dict[str, Account] = {}
         self.idle: dict[str, Account] = {}
-        """Accounts without a request that are ahead. They are kept, because otherwise a tenant could cancel
-        its excess service by leaving and coming back."""
+        """Accounts without a request that have had more than the mark. They are kept, because otherwise a tenant
+        could cancel its excess service by leaving and coming back."""
         self._ahead: SortedKeys[tuple[float, str]] = SortedKeys()
+        """Accounts that are ahead and have requests."""
+        self._debts: SortedKeys[tuple[float, str]] = SortedKeys()
+        """Those of `idle`."""
+        self._content: SortedKeys[tuple[float, str]] = SortedKeys()
+        """Accounts in turn of which all requests run."""
 
     def settle(self, turn_s: float) -> list[Account]:
         """Bring the orders in line with the accounts; return those whose turn came or went."""
         touched, self.touched = list(self.touched.values()), {}
-        self._update_waiting(touched)
+        self._update_waiting(touched, turn_s)
         turned = []
         for account in touched:
-            if account.ahead:
-                self._ahead.remove((account.ahead_at_s, account.tenant))
-                self._add_ahead(account)
-            elif self.waiting and account.served_s > self.mark_s + turn_s:
-                account.ahead = True
-                self._add_ahead(account)
+            if account.behind and (
+                account.waiting or not account.unfinished or account.served_s >= self.mark_s
+            ):
+                account.behind = False
                 turned.append(account)
-        while self._ahead and (not self.waiting or self._ahead.at(0)[0] <= self.mark_s):
-            account = self.accounts[self._ahead.at(0)[1]]
-            self._catch_up(account)
-            turned.append(account)
-        for account in touched:
-            if not account.unfinished and account.tenant in self.accounts:
+            if not account.ahead and self.waiting and account.served_s > self.mark_s + turn_s:
+                account.ahead = True
+                turned.append(account)
+            self._place(account)
+            if not account.unfinished:
                 self._retire(account)
+        self._pass_over(turn_s)
+        for order in (self._ahead, self._debts):
+            while order and (not self.waiting or order.at(0)[0] <= self.mark_s):
+                account = self.accounts[order.at(0)[1]]
+                self._catch_up(account)
+                turned.append(account)
+        while self._content and self._content.at(0)[0] < self.mark_s:
+            account = self.accounts[self._content.at(0)[1]]
+            account.behind = True
+            self._place(account)
+            turned.append(account)
         return turned
 
-    def _update_waiting(self, touched: list[Account]) -> None:
+    def _update_waiting(self, touched: list[Account], turn_s: float) -> None:
         """Update the order of waiting accounts, by service. An account that begins to wait gains nothing from
-        the time before (as in the VTC).
+        the time before (as in the VTC), except up to a turn if it was behind.
         """
         for account in touched:
             if account.waiting_at_s is not None:
                 self.waiting.remove((account.waiting_at_s, account.tenant))
-        joining = [account for account in touched if account.waiting_at_s is None and account.queued]
+        joining = [account for account in touched if account.waiting_at_s is None and account.waiting]
         for account in touched:
             if account.waiting_at_s is not None:
                 self._add_waiting(account)
-        self._raise_mark()
+        self._move_mark()
         for account in joining:
-            account.served_s = max(account.served_s, self.mark_s)
+            least_s = self.mark_s - turn_s if account.behind else self.mark_s
+            account.served_s = max(account.served_s, least_s)
+        for account in joining:
             self._add_waiting(account)
-        self._raise_mark()
+        self._move_mark()
 
     def _add_waiting(self, account: Account) -> None:
-        account.waiting_at_s = account.served_s if account.queued else None
-        if account.queued:
+        account.waiting_at_s = account.served_s if account.waiting else None
+        if account.waiting:
             self.waiting.add((account.served_s, account.tenant))
 
-    def _raise_mark(self) -> None:
+    def _move_mark(self) -> None:
         if self.waiting:
-            self.mark_s = max(self.mark_s, self.waiting.at(0)[0])
+            self.mark_s = self.waiting.at(0)[0]
 
-    def _add_ahead(self, account: Account) -> None:
-        account.ahead_at_s = account.served_s
-        self._ahead.add((account.served_s, account.tenant))
+    def _pass_over(self, turn_s: float) -> None:
+        """Raise the service of those that cannot use their turn: what they lack would be the others' excess for ever,
+        and these would not take turns with each other.
+        """
+        if not self._ahead:
+            return
+        most_s, _ = next(reversed(self._ahead))
+        while self.waiting and self.waiting.at(0)[0] < most_s - MOST_TURNS * turn_s:
+            account = self.accounts[self.waiting.at(0)[1]]
+            self.waiting.remove((self.waiting.at(0)[0], account.tenant))
+            account.served_s = most_s - MOST_TURNS * turn_s
+            self._add_waiting(account)
+            self._place(account)
+        self._move_mark()
+
+    def _place(self, account: Account) -> None:
+        """Update the place of an account in the other orders."""
+        if account.order is not None:
+            account.order.remove((account.order_at_s, account.tenant))
+        if account.tenant in self.idle:
+            account.order = self._debts
+        elif account.ahead:
+            account.order = self._ahead
+        elif account.unfinished and not account.waiting and not account.behind:
+            account.order = self._content
+        else:
+            account.order = None
+        account.order_at_s = account.served_s
+        if account.order is not None:
+            account.order.add((account.served_s, account.tenant))
 
     def _catch_up(self, account: Account) -> None:
         account.ahead = False
-        self._ahead.remove((account.ahead_at_s, account.tenant))
         if self.idle.pop(account.tenant, None) is not None:
             del self.accounts[account.tenant]
+        self._place(account)
 
     def _retire(self, account: Account) -> None:
-        """Remove an account without requests. It is kept only while it is ahead, and of those only the newest
-        are kept.
+        """Remove an account without requests. It is kept only while it has had more than the mark, and of those
+        only the newest are kept.
         """
-        if not account.ahead:
+        if not self.waiting or account.served_s <= self.mark_s:
+            account.ahead = False
             del self.accounts[account.tenant]
-            return
-        self.idle[account.tenant] = account
+        else:
+            self.idle[account.tenant] = account
+        self._place(account)
         if len(self.idle) > MOST_IDLE:
             self._catch_up(next(iter(self.idle.values())))
 
@@ -202,14 +253,16 @@ class _Contest:
         accounts = self.accounts.values()
         waiting = [(a.waiting_at_s, a.tenant) for a in accounts if a.waiting_at_s is not None]
         assert list(self.waiting) == sorted(waiting)
-        assert list(self._ahead) == sorted((a.ahead_at_s, a.tenant) for a in accounts if a.ahead)
         assert all(key[0] >= self.mark_s for key in self.waiting)
+        for order in (self._ahead, self._debts, self._content):
+            assert list(order) == sorted((a.order_at_s, a.tenant) for a in accounts if a.order is order)
         settled = [a for a in accounts if a.tenant not in self.touched]
-        assert all((a.queued > 0) == (a.waiting_at_s is not None) for a in settled)
+        assert all((a.waiting > 0) == (a.waiting_at_s is not None) for a in settled)
         assert [a.tenant for a in settled if not a.unfinished] == [
             a.tenant for a in settled if a.tenant in self.idle
         ]
-        assert all(a.ahead and not a.unfinished for a in self.idle.values())
+        assert not any(a.unfinished or a.behind for a in self.idle.values())
+        assert not any(a.behind and (a.ahead or a.waiting) for a in settled)
 
 
 class TenantOrder:
