@@ -67,7 +67,8 @@ def _pool_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [total, heads, size]
-    return attend(q, k, v, laps_sd_pool, layer, laps_sd_plan, scale)[None], None
+    attended = attend(q, k, v, laps_sd_pool, layer, laps_sd_plan, scale)
+    return attended.contiguous()[None], None  # as transformers' own functions return it
 
 
 AttentionInterface.register(ATTENTION, _pool_attention)

@@ -89,7 +89,8 @@ def _probe_attention(
         layer: int = getattr(module, "layer_idx", -1)
         shapes = {"query": tuple(query.shape), "key": tuple(key.shape), "value": tuple(value.shape)}
         laps_sd_seen.options[layer] = {**options, **shapes, "mask": attention_mask}
-    return query.new_zeros((*query.shape[:3], value.shape[-1])).transpose(1, 2), None
+    batch, heads, rows, _ = query.shape
+    return query.new_zeros((batch, rows, heads, value.shape[-1])), None
 
 
 AttentionInterface.register(PROBE, _probe_attention)
