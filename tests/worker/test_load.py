@@ -102,6 +102,8 @@ REFUSED = {
     "softcap": (transformers.Gemma2Config(**SMALL, head_dim=16), "soft-capped"),
     "sinks": (transformers.GptOssConfig(**{**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1}, head_dim=16), "sinks"),
     "no interface": (transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), "attention interface"),
+    "own reading of weights": (transformers.HunYuanMoEV1Config(**SMALL, head_dim=16, num_experts=4, moe_topk=2),
+                               r"cannot run packed \('\w+Linear' object has no attribute 'weight'\)"),
     "recurrent": (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "attention interface"),
     "linear": (transformers.MiniMaxConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), "the type linear_attention"),
     "latent": (transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
@@ -320,6 +322,27 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
     assert not (tmp_path / "ran").exists()
     load_pair(directory, max_length=64, draft_len=2, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
+
+
+def test_the_self_check_finds_a_model_that_returns_other_logits_than_are_wanted(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'own'\n"
+        "class Own(LlamaForCausalLM):\n    config_class = Config\n"
+        "    def forward(self, *args, logits_to_keep=0, **kwargs):\n"
+        "        return super().forward(*args, **kwargs)\n"
+    )
+    with pytest.raises(ModelError, match="computes something else when packed"):
+        load_pair(directory, max_length=64, draft_len=2, trust_remote_code=True)
 
 
 def test_a_gateway_knows_every_name_that_transformers_gives_the_context_limit() -> None:

@@ -353,11 +353,15 @@ class PackedModel:
                 ids = torch.zeros(plan.total, dtype=torch.int64, device=self.device)
                 for (i, begin, end), row in zip(spans, plan.first_row, strict=True):
                     ids[row : row + end - begin] = texts[i][begin:end]
-                logits = self.forward(ids, plan, None).float()
+                if step < 2:
+                    logits = self.forward(ids, plan, None).float()
+                else:  # backwards: a model that returns all rows, whichever are wanted, differs
+                    wanted = torch.arange(plan.total - 1, -1, -1, device=self.device)
+                    logits = self.forward(ids, plan, wanted).float().flip(0)
                 for (i, begin, end), row in zip(spans, plan.first_row, strict=True):
                     rows = logits[row : row + end - begin]
                     worst = max(worst, float((rows - check.expected[i][begin:end]).abs().max()))
-        except (TypeError, RuntimeError, KeyError, IndexError) as error:
+        except (TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
             raise ModelError(
                 f"the {self.role} model ({self.kind}) cannot run packed ({first_line(error)}): {INSTEAD}"
             ) from error
