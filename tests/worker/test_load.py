@@ -195,8 +195,17 @@ def test_damaged_models_are_refused(damage: str, pair: tuple[Path, Path], tmp_pa
 
 
 def test_a_context_longer_than_the_model_is_refused(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(ModelError, match="has 1024 positions, but max_length is 2000"):
+    with pytest.raises(
+        ModelError, match=r"has 1024 positions.* 2000 tokens: set LAPS_SD_CONTEXT_TOKENS to at most 1024"
+    ):
         load_pair(pair[0], max_length=2000)
+
+
+def test_memory_for_less_than_a_block_is_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        ModelError, match=r"1000 bytes of KV hold no block of 16 tokens.*LAPS_SD_KV_MEMORY_BYTES"
+    ):
+        load_pair(pair[0], max_length=64, memory_bytes=1000)
 
 
 def test_devices_and_types_that_do_not_exist(pair: tuple[Path, Path]) -> None:

@@ -179,6 +179,11 @@ def _engine_options(options: LoadOptions, target: PackedModel, draft: PackedMode
     if blocks is None and options.memory_bytes is not None:
         token_bytes = sum(_bytes_per_token(model) for model in (target, draft) if model is not None)
         blocks = options.memory_bytes // (token_bytes * options.block_size)
+        if not blocks:
+            raise ModelError(
+                f"{options.memory_bytes} bytes of KV hold no block of {options.block_size} tokens, which takes "
+                f"{token_bytes * options.block_size}: set a larger LAPS_SD_KV_MEMORY_BYTES"
+            )
     elif blocks is None:
         blocks = options.slots * -(-(options.max_length + options.max_draft_len) // options.block_size)
     drafter = Drafter.EITHER if options.drafter == "auto" else Drafter.MODEL

@@ -112,7 +112,10 @@ def probe(model: Any, *, role: str, max_length: int) -> Shape:
             raise ModelError(f"{who} has layers of the type {kind}: {INSTEAD}")
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and limit < max_length:
-        raise ModelError(f"the {role} model has {limit} positions, but max_length is {max_length}")
+        raise ModelError(
+            f"the {role} model has {limit} positions, fewer than the longest context of {max_length} tokens: set "
+            f"LAPS_SD_CONTEXT_TOKENS to at most {limit}"
+        )
     if getattr(config, "attn_temperature_tuning", False) and config.floor_scale <= max_length:
         raise ModelError(
             f"{who} scales attention by a row's place in the forward, not in the context, from "
