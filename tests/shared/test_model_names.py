@@ -41,6 +41,33 @@ def test_a_model_of_the_hub_that_was_downloaded_is_found_without_a_network(hub: 
     assert local_model(Path("acme/small"), weights=False) == directory
 
 
+def test_the_code_of_a_model_comes_with_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may be allowed to run it, a gateway never is."""
+    fetched: list[list[str]] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        fetched.append(allow_patterns)
+        return str(DEMO / "target")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    local_model(Path("acme/small"))
+    local_model(Path("acme/small"), weights=False)
+
+    assert ["*.py" in patterns for patterns in fetched] == [True, False]
+
+
+def test_weights_that_are_not_fetched_are_an_error_with_the_command_that_downloads_them(hub: Path) -> None:
+    directory = put(hub, "acme", "small", DEMO / "target")
+    (directory / "model.safetensors").unlink()
+
+    assert local_model(Path("acme/small"), weights=False) == directory
+    with pytest.raises(StartupError, match=r"has no safetensors.*`hf download acme/small` downloads them"):
+        local_model(Path("acme/small"))
+
+    (directory / "pytorch_model.bin").touch()
+    assert local_model(Path("acme/small")) == directory
+
+
 @pytest.mark.parametrize(
     ("named", "command"),
     [("acme/small", "`hf download acme/small`"), ("acme/small@v2", "`hf download acme/small --revision v2`")],
