@@ -93,10 +93,8 @@ class EngineLaunch:
             self._connection.send(self._settings)
             answer = self._connection.recv()
         except (EOFError, OSError):
-            code = self._child.wait()
-            raise StartupError(
-                f"The engine's process ended while it loaded the model (exit code {code})."
-            ) from None
+            ended = _how_it_ended(self._child.wait())
+            raise StartupError(f"The engine's process {ended}, while it loaded the model.") from None
         if isinstance(answer, _Refused):
             self._child.wait()
             raise StartupError(answer.sentence)
@@ -180,13 +178,20 @@ class EngineProcess:
                 outcome = self._connection.recv()
             except (EOFError, OSError):
                 if not self._stopping:
-                    code = self._child.wait()
-                    self._deliver(Failed(RuntimeError(f"the engine's process ended with exit code {code}")))
+                    ended = _how_it_ended(self._child.wait())
+                    self._deliver(Failed(RuntimeError(f"the engine's process {ended}")))
                 return
             if isinstance(outcome, _Idle):
                 self._idle = outcome
             else:
                 self._deliver(outcome)
+
+
+def _how_it_ended(code: int) -> str:
+    """Return how a process with this exit code, or minus the number of a signal, ended, to follow its name."""
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL, as the system does when memory is short"
+    return f"ended with exit code {code}"
 
 
 class _PipeInbox:

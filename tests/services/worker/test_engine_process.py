@@ -113,6 +113,15 @@ def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
 
     wait_until(lambda: outcomes, description="the failure is delivered")
     assert isinstance(outcomes[0], Failed)
+    assert "was killed by SIGKILL, as the system does when memory is short" in str(outcomes[0].error)
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_told_as_such() -> None:
+    launch = EngineLaunch(load(WorkerSettings, {"engine": "fake"}, environ={}))
+    launch.abort()
+
+    with pytest.raises(StartupError, match=r"killed by SIGKILL.*, while it loaded the model"):
+        launch.result()
 
 
 @for_any_engine
