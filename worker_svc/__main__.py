@@ -96,6 +96,7 @@ async def _load(settings: WorkerSettings) -> RunnerHandle:
     for line in runner.facts:
         log.info(line)
     metrics.SLOTS.set(capacity.slots)
+    metrics.set_free_blocks(capacity.target_blocks, capacity.draft_blocks)
     computed_by = runner.computed_by
     metrics.COMPUTED_BY.labels(computed_by.path, computed_by.dtype, str(computed_by.threads)).set(1)
     metrics.WEIGHT_BYTES.set(computed_by.weight_bytes_per_s)

@@ -156,6 +156,12 @@ class AcceptanceWatch:
 _watch = AcceptanceWatch()
 
 
+def set_free_blocks(target: int, draft: int) -> None:
+    """Set the free blocks of both pools."""
+    _FREE_TARGET.set(target)
+    _FREE_DRAFT.set(draft)
+
+
 def observe(report: Round) -> None:
     """Count one round."""
     if report.out_of_memory:
@@ -190,8 +196,7 @@ def observe(report: Round) -> None:
             )
         ACCEPTANCE.set(_watch.ratio)
     SLOTS_USED.set(sum(step.finish is None for step in result.requests))
-    _FREE_TARGET.set(result.free_target_blocks)
-    _FREE_DRAFT.set(result.free_draft_blocks)
+    set_free_blocks(result.free_target_blocks, result.free_draft_blocks)
     if not result.requests:
         return
     ROUNDS.inc()

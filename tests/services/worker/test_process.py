@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -132,6 +133,25 @@ async def test_health_tells_a_loaded_engine_from_a_greeted_worker() -> None:
 
             await wait_until_async(loaded, description="health of the engine")
             assert not await serving("readiness")
+
+
+async def test_all_blocks_are_free_before_the_first_round() -> None:
+    async with process(scheduler_seeds="127.0.0.1:1", kv_blocks="77", metrics_port="0") as worker:
+        port = (await worker.event("listening"))["metrics_port"]
+        await worker.event("engine ready")
+
+        async def free() -> bool:
+            body = await asyncio.to_thread(read_url, f"http://127.0.0.1:{port}/metrics")
+            return all(
+                f'laps_sd_worker_free_blocks{{model="{each}"}} 77.0' in body for each in ("target", "draft")
+            )
+
+        await wait_until_async(free, description="free blocks among the metrics")
+
+
+def read_url(url: str) -> str:
+    with urlopen(url, timeout=PATIENCE_S) as answer:
+        return str(answer.read().decode())
 
 
 async def test_sigterm_ends_a_worker_that_still_loads_its_model(tmp_path: Path) -> None:
