@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from tests.worker.dequantised import assert_text_of, dequantise
 from tests.worker.packed import Packer, awq, gptq, write_gguf, write_packed
-from tests.worker.pairs import load_pair
+from tests.worker.pairs import VOCAB, load_pair, write_model
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.load import end_of_sequence_ids
@@ -65,6 +65,22 @@ def test_a_gptq_or_awq_checkpoint_generates_what_its_dequantised_weights_do(
     packer, described = {**KEPT, **DEQUANTISED}[name]
     packed, dequantised = write_packed(pair[0], tmp_path, packer, described)
     assert_text_of(dequantised, packed, packed)
+
+
+def test_stored_numbers_that_are_no_parameters_are_read_too(tmp_path: Path) -> None:
+    """Gemma 4 scales the output of each layer by a buffer of the checkpoint."""
+    config = Gemma4TextConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, global_head_dim=32, hidden_size_per_layer_input=0,
+        max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    source = write_model(tmp_path / "source", config, seed=2)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(0.5)
+    model.save_pretrained(source)
+    packed, dequantised = write_packed(source, tmp_path, *KEPT["gptq"])
+    assert_text_of(dequantised, packed)
 
 
 def test_tokens_that_end_a_text_are_those_of_the_generation_config(

@@ -63,23 +63,28 @@ def load_quantised(directory: Path, *, dtype: torch.dtype, trust_remote_code: bo
 
 
 def _fill(model: Any, weights: Weights) -> set[str]:
-    """Give a model its weights; returns the names of those that the checkpoint does not have."""
+    """Give a model its weights, and the buffers that a checkpoint has; returns the names of those that this one does
+    not have.
+    """
     missing: set[str] = set()
+    stored = model.state_dict().keys()
     for at, module in list(model.named_modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = f"{at}.{name}" if at else name
-            found = weights(full, tuple(parameter.shape))
+            if full not in stored:
+                continue
+            found = weights(full, tuple(own.shape))
             if found is None:
                 missing.add(full)
-            elif tuple(found.shape) != tuple(parameter.shape):
+            elif tuple(found.shape) != tuple(own.shape):
                 raise ModelError(f"has weights of another shape: {full}")
             elif not isinstance(found, Quantised):
-                parameter.copy_(found)
+                own.copy_(found)
             elif type(module) is nn.Linear and name == "weight":
-                parent, _, own = at.rpartition(".")
-                setattr(model.get_submodule(parent), own, QuantisedLinear(found, module.bias))
+                parent, _, last = at.rpartition(".")
+                setattr(model.get_submodule(parent), last, QuantisedLinear(found, module.bias))
             else:
-                parameter.copy_(found.dequantised())
+                own.copy_(found.dequantised())
     return missing
 
 
