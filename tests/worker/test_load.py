@@ -128,6 +128,13 @@ def test_architectures_that_are_refused(name: str, tmp_path: Path) -> None:
     assert str(caught.value).endswith("use --engine vllm")
 
 
+@pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or no C compiler")
+def test_a_model_that_reads_quantised_weights_itself_is_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, REFUSED["own reading of weights"][0], seed=0)
+    with pytest.raises(ModelError, match="'Quantised' object has no attribute 'dtype'"):
+        load_pair(directory, max_length=128, quantization="int8")
+
+
 def write_tokenizer(directory: Path, words: list[str]) -> None:
     Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])).save(
         str(directory / "tokenizer.json")

@@ -205,7 +205,7 @@ def _forward(model: Any, who: str) -> tuple[_Seen, int]:
     try:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
         return seen, model(input_ids=ids, use_cache=False, laps_sd_seen=seen).logits.shape[-1]
-    except (TypeError, RuntimeError, KeyError) as error:
+    except (TypeError, RuntimeError, KeyError, AttributeError) as error:
         raise ModelError(f"{who} cannot take our attention ({first_line(error)}): {INSTEAD}") from error
     finally:
         _running.pop()
