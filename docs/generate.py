@@ -216,9 +216,9 @@ def vllm_names() -> list[str]:
         "## Under vLLM's names",
         "",
         "With `LAPS_SD_VLLM_METRICS=true` a gateway serves these too, with vLLM's labels `model_name` and `engine`: at",
-        "its metrics port, and at `/metrics` of its HTTP port, where endpoint pickers read. Running and waiting count",
-        "the requests of one gateway, so the sum over all gateways is the total; KV usage is that of all workers. Times",
-        "between tokens are the mean of a request, observed once when it ends.",
+        "its metrics port, and at `/metrics` of its HTTP port, where endpoint pickers read (with a key, where callers",
+        "need one). Running and waiting count the requests of one gateway, so the sum over all gateways is the total; KV",
+        "usage is that of all workers. Times between tokens are the mean of a request, observed once when it ends.",
         "",
         *table(("vLLM's metric", "ours"), iter(rows)),
     ]

@@ -270,7 +270,7 @@ class HttpServer:
         return web.json_response({"status": "live"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._tenants.of(request.headers.items())
+        self._tenants.of(with_api_key(request.headers.items()))
         body = prometheus_client.generate_latest(REGISTRY)
         return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multidict import CIMultiDict
 
+from gateway.api.description import openapi_json
 from gateway.settings import GatewaySettings
 from gateway.tenants import MAX_FILE_BYTES, KeyFile, TenantFileError, Tenants
 from laps_sd.client import AsyncClient
@@ -398,17 +400,30 @@ class TestOverTheWire:
             with pytest.raises(Unauthenticated):
                 await client.models()
 
-    @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny"])
-    async def test_the_models_are_shown_to_a_key_in_anthropics_header(
-        self, keyed: Running, path: str
-    ) -> None:
+    async def test_every_path_but_the_open_ones_takes_a_key_in_either_header(self, keyed: Running) -> None:
         assert keyed.gateway.http is not None
-        url = f"http://127.0.0.1:{keyed.gateway.http.port}{path}"
+        url = f"http://127.0.0.1:{keyed.gateway.http.port}"
+        calls = {
+            (method.upper(), path.replace("{name}", "tiny").replace("{id}", "s0.x")): call.get("security")
+            != []
+            for path, item in json.loads(openapi_json())["paths"].items()
+            for method, call in item.items()
+            if method in ("get", "post")
+        }
+        assert sum(calls.values()) > 10
+
         async with aiohttp.ClientSession() as session:
-            async with session.get(url, headers={"x-api-key": ACME}) as response:
-                assert response.status == 200
-            async with session.get(url, headers={"x-api-key": "wrong"}) as response:
-                assert response.status == 401
+
+            async def refused(method: str, path: str, headers: dict[str, str]) -> bool:
+                body = None if method == "GET" else {}
+                async with session.request(method, url + path, headers=headers, json=body) as response:
+                    return response.status == 401
+
+            for (method, path), needs_key in calls.items():
+                assert await refused(method, path, {}) == needs_key, path
+                assert await refused(method, path, {"x-api-key": "wrong"}) == needs_key, path
+                assert not await refused(method, path, {"x-api-key": ACME}), path
+                assert not await refused(method, path, bearer(ACME)), path
 
     async def test_without_a_key_no_call_of_grpc_gets_in(self, keyed: Running) -> None:
         for call in (
