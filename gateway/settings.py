@@ -191,7 +191,8 @@ class GatewaySettings(LinkSettings, ServingSettings):
     max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
     default_max_tokens: int | None = field(
         None,
-        help="max_tokens of a request that sets none (less if the context leaves less); none: all that the context leaves",
+        help="max_tokens of a request that sets none, where the model's generation_config.json has no max_new_tokens"
+        " (less if the context leaves less); none: all that the context leaves",
         minimum=1,
         unit="tokens",
     )
