@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from docs import generate
+from laps_sd.cli.app import app
 from laps_sd.service import config
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.service.variables import KNOWN
+from scheduler_svc import dump
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -200,6 +203,47 @@ def test_the_index_has_every_page() -> None:
     pages = {str(page.relative_to(DOCS)) for folder in folders for page in DOCS.glob(f"{folder}*.md")}
 
     assert pages - linked == {"README.md"}
+
+
+COMMAND = re.compile(r"(?<![-\w.@])laps-sd ([a-z]+)((?:[^`\n|;]|(?<=\\)\n)*)")
+FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
+
+
+def flags_of_commands() -> dict[str, set[str]]:
+    """Return the flags of each command of `laps-sd`, those of its settings included."""
+    commands = typer.main.get_command(app).commands | {"record": typer.main.get_command(dump.app)}  # type: ignore[attr-defined]
+    found: dict[str, set[str]] = {
+        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+        for name, command in commands.items()
+    }
+    for _, name, cls, _ in generate.SERVICES:
+        flags = {config.flag(field.name) for field in dataclasses.fields(cls)}
+        found[name] |= {"--show-settings", *flags, *(f"--no-{flag[2:]}" for flag in flags)}
+    return found
+
+
+def test_every_command_and_flag_that_a_page_names_exists() -> None:
+    flags = flags_of_commands()
+    pages = [
+        *DOCS.glob("*.md"),
+        *(DOCS / "how-to").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+    used = [
+        (page.name, command, flag)
+        for page in pages
+        for command, rest in COMMAND.findall(page.read_text(encoding="utf-8"))
+        for flag in ("", *FLAG.findall(rest))
+    ]
+    unknown = [
+        (page, command, flag)
+        for page, command, flag in used
+        if command not in flags or (flag and command != "bench" and flag not in flags[command])
+    ]
+
+    assert len(used) > 200
+    assert unknown == [("security.md", "on", ""), ("add-a-setting.md", "scheduler", "--steal-pause-s")]
 
 
 NAMED_TEST = re.compile(r"`(?:(tests/[\w/]+\.py))?\s*(?:-k\s(\"[^\"]+\"|[^`\"]+))?`")
