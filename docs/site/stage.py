@@ -3,7 +3,8 @@
     python docs/site/stage.py build/site
 
 Pages keep their paths in the repository, so that the links between them hold. A file that a page links to is copied, a link to a
-contract leads to its page of the reference, and a link to a folder without a page becomes text: the site has no listings.
+contract leads to its page of the reference, and a link to a folder without a page becomes text: the site has no listings. The words
+after the language of a code block (`run`, for the test of the tutorial) are left out: mkdocs takes such a block for text.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from docs.site.api_reference import reference_pages
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+FENCE = re.compile(r"^( *```\w+) .*$", re.MULTILINE)
 PROTOS = Path("protos/laps_sd/v1")
 
 
@@ -28,7 +30,8 @@ def main(out: Path) -> None:
     pages = out / "pages"
     pages.mkdir(parents=True)
     for page in tracked_pages():
-        write(pages / page, with_site_links(page, (ROOT / page).read_text(encoding="utf-8"), pages))
+        text = with_site_links(page, (ROOT / page).read_text(encoding="utf-8"), pages)
+        write(pages / page, FENCE.sub(r"\1", text))
     for name, text in reference_pages().items():
         write(pages / "protos" / f"{name}.md", text)
     shutil.copy(ROOT / "docs/site/site.css", pages)

@@ -89,3 +89,15 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
 
     assert sorted(named) == sorted(pages)
     assert len(pages) > 80
+
+
+def test_every_code_block_begins_as_mkdocs_reads_it(site: Path) -> None:
+    fences = [
+        (str(path.relative_to(site / "pages")), line)
+        for path in (site / "pages").rglob("*.md")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.lstrip().startswith("```")
+    ]
+
+    assert len(fences) > 200
+    assert [one for one in fences if not re.fullmatch(r" *```\w*", one[1])] == []
