@@ -61,7 +61,7 @@ class SchedulerSettings(RecordSettings, ServingSettings):
     )
     metrics_port: int | None = field(
         9091,
-        help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
+        help="Port of the Prometheus endpoint, at LAPS_SD_GRPC_HOST; 0 takes a free one, empty serves none",
         minimum=0,
         maximum=65535,
     )

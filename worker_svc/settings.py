@@ -40,7 +40,7 @@ class WorkerSettings(ServingSettings, LinkSettings):
     )
     metrics_port: int | None = field(
         9092,
-        help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
+        help="Port of the Prometheus endpoint, at LAPS_SD_GRPC_HOST; 0 takes a free one, empty serves none",
         minimum=0,
         maximum=65535,
     )

@@ -33,7 +33,7 @@ class ServingSettings(Settings):
     )
     metrics_port: int | None = field(
         9090,
-        help="Port of the Prometheus endpoint; 0 takes a free one, empty serves none",
+        help="Port of the Prometheus endpoint, at LAPS_SD_GRPC_HOST; 0 takes a free one, empty serves none",
         minimum=0,
         maximum=65535,
     )
