@@ -78,7 +78,7 @@ BODIES = (
 KEY: Json = {
     "type": "http",
     "scheme": "bearer",
-    "description": "The key of a tenant, where keys are configured.",
+    "description": "The key of a tenant, where keys are configured; the header x-api-key takes it too.",
 }
 NO_KEY: list[Json] = []
 
