@@ -153,6 +153,7 @@
 {{- if and (eq $links.mode "certManager") (not $links.issuer.name) }}{{ fail "tls.links.mode is certManager: name the issuer in tls.links.issuer.name. It must be one with a CA of its own (a CA issuer), whose ca.crt both ends trust." }}{{ end -}}
 {{- $roles := $links.roles -}}
 {{- if and (eq $links.mode "secrets") (or $roles.gateway $roles.worker $roles.operator) (not (and $roles.gateway $roles.worker)) }}{{ fail "tls.links.roles gives names to some and not to gateway and worker, whose connections would then be refused: name those in their certificates too." }}{{ end -}}
+{{- if and (eq $links.mode "secrets") $roles.gateway (not $roles.operator) .Values.operator.enabled }}{{ fail "tls.links.roles gives names to gateway and worker and not to operator, whose calls would then be refused: name that in its certificate too, since operator.enabled is true." }}{{ end -}}
 {{- if and (eq $public.mode "certManager") (not $public.issuer.name) }}{{ fail "tls.public.mode is certManager: name the issuer in tls.public.issuer.name." }}{{ end -}}
 {{- if and (eq $public.mode "certManager") (not $public.serviceNames) (not $public.dnsNames) }}{{ fail "tls.public.serviceNames is false and tls.public.dnsNames is empty: a certificate needs a name." }}{{ end -}}
 {{- if and (eq $public.mode "secrets") (not $public.secret) }}{{ fail "tls.public.mode is secrets: name the secret (tls.crt, tls.key) in tls.public.secret." }}{{ end -}}
