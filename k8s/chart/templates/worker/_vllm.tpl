@@ -54,7 +54,7 @@ skip_tokenizer_init: it follows from the model
 {{- if not (hasKey .workers.settings "engineSilenceS") }}
 # A round may compile what no round before it needed.
 - name: LAPS_SD_ENGINE_SILENCE_S
-  value: {{ include "laps-sd.startupSeconds" .workers | int | add 60 | quote }}
+  value: {{ include "laps-sd.startupSeconds" .workers | int | add 60 | min 86400 | quote }}
 {{- end }}
 - name: VLLM_CACHE_ROOT
   value: /cache/vllm
