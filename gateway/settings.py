@@ -296,8 +296,10 @@ class GatewaySettings(LinkSettings, ServingSettings):
                 yield f"LAPS_SD_CORS_ORIGINS must be origins such as https://app.example, or *, got {origin!r}."
         if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:
             yield (
-                "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS must be yes, because other machines"
-                f" can call a gateway at {self.grpc_host}."
+                "LAPS_SD_ANONYMOUS=no needs LAPS_SD_API_KEYS_FILE: without keys nobody could call the gateway."
+                if self.anonymous == "no"
+                else "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS must be yes, because other"
+                f" machines can call a gateway at {self.grpc_host}."
             )
         if self.heartbeat_s >= self.silence_s:
             yield (

@@ -149,6 +149,10 @@ class TestWhoCalls:
         ):
             GatewaySettings(grpc_host="0.0.0.0")
 
+    def test_a_gateway_that_nobody_could_call_does_not_start(self) -> None:
+        with pytest.raises(ConfigError, match="LAPS_SD_ANONYMOUS=no needs LAPS_SD_API_KEYS_FILE"):
+            GatewaySettings(anonymous="no")
+
 
 class TestTheFile:
     @pytest.mark.parametrize(
