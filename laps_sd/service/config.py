@@ -237,12 +237,12 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
 def _gather(
     cls: type[Settings], overrides: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Origin]]:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields, hints = {f.name: f for f in dataclasses.fields(cls)}, field_types(cls)
     found = [f"There is no setting named {name}." for name in overrides if name not in fields]
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     for name in fields:
-        hint = field_types(cls)[name]
+        hint = hints[name]
         given: Any
         if overrides.get(name) is not None:
             given, origins[name] = overrides[name], "override"
