@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"sync"
 	"time"
 
 	pb "lapssd/lapssdv1"
@@ -113,9 +114,15 @@ func (s *Stream) finish(err error) {
 	if s.progress == nil {
 		return
 	}
+	ctx, end := context.WithTimeout(context.Background(), leaving)
+	defer end()
+	var cancels sync.WaitGroup
 	for _, id := range s.progress.toCancel() {
-		ctx, end := context.WithTimeout(context.Background(), leaving)
-		_, _ = s.client.cancel(ctx, patience{until: time.Now()}, id)
-		end()
+		cancels.Add(1)
+		go func(id string) {
+			defer cancels.Done()
+			_, _ = s.client.cancel(ctx, patience{until: time.Now()}, id)
+		}(id)
 	}
+	cancels.Wait()
 }

@@ -237,10 +237,13 @@ class AsyncClient:
                         self._leave(at)
                     await asyncio.sleep(progress.lost(lost, time.monotonic()))
         finally:
-            for request_id in progress.to_cancel:
-                leaves = CancelRequest(request_id=request_id)
-                with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
-                    await self._stub.Cancel(leaves, timeout=LEAVING_S, metadata=self._metadata)
+            await asyncio.gather(*map(self._cancel, progress.to_cancel))
+
+    async def _cancel(self, request_id: str) -> None:
+        """Cancel a request that its caller has left; that it fails is no error of the caller."""
+        request = CancelRequest(request_id=request_id)
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
+            await self._stub.Cancel(request, timeout=LEAVING_S, metadata=self._metadata)
 
     def _open(self, progress: Progress) -> Any:
         request = progress.request()

@@ -225,12 +225,13 @@ export class Client {
 
   /** Cancels requests that their caller has left; that it fails is no error of the caller. */
   async #cancel(requestIds: readonly string[]): Promise<void> {
-    for (const requestId of requestIds) {
+    const cancel = async (requestId: string) => {
       const request = create(CancelRequestSchema, { requestId });
       await this.#call(Inference.method.cancel, request, { timeoutMs: LEAVING_MS }, 0).catch((error: unknown) => {
         if (!(error instanceof LapsSdError)) throw error;
       });
-    }
+    };
+    await Promise.all(requestIds.map(cancel));
   }
 }
 

@@ -645,6 +645,24 @@ class TestAsyncClient:
         assert cancelled == set(scheduler.record.requests)
         assert len(cancelled) == 2
 
+    async def test_no_output_that_is_left_waits_until_another_is_cancelled(
+        self, start_gateway: StartGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A gateway that hangs holds up the caller for one time limit, not for one of each output."""
+        running: Running = await start_gateway(scheduler.address, scheduler_wait_s=1000.0)
+        monkeypatch.setattr("laps_sd.client.aio.LEAVING_S", 1000.0)
+        monkeypatch.setattr(scheduler, "_on_cancel", lambda *_: None)
+        async with AsyncClient(address(running)) as client:
+            stream = client.stream("x", n=2)
+            await anext(stream)
+            await anext(stream)
+            leaving = asyncio.create_task(stream.aclose())
+            await scheduler.wait_heard("cancel", 2)
+            for cancel in scheduler.all_heard("cancel"):
+                answer = link_pb2.CancelReply(cancel_id=cancel.cancel_id, found=True, cancelled=True)
+                scheduler.say(link_pb2.GatewayLinkReply(cancel_reply=answer))
+            await leaving
+
     async def test_cancels_explains_and_lists(self, running: Running, scheduler: FakeScheduler) -> None:
         async with AsyncClient(address(running)) as client:
             answer = asyncio.create_task(client.generate("x"))
