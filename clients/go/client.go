@@ -197,11 +197,13 @@ func (c *Client) call(ctx context.Context, limit patience, attempt func(context.
 		if ctx.Err() != nil {
 			return contextError(ctx.Err())
 		}
+		if isLost(failed) {
+			c.leave(at)
+		}
 		pause, err := limit.pause(failed, time.Now())
 		if err != nil {
 			return err
 		}
-		c.leave(at)
 		if err := sleep(ctx, pause); err != nil {
 			return err
 		}

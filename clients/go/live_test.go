@@ -211,6 +211,14 @@ func TestCalls(t *testing.T) {
 		two := dial(t, []string{"127.0.0.1:1", addresses[0]}, lapssd.Options{})
 		equal(t, len(generate(t, two, prompt("Once", 3)).TokenIds), 3)
 	})
+	t.Run("the call after one that failed at an address goes to the next", func(t *testing.T) {
+		two := dial(t, []string{"127.0.0.1:1", addresses[0]}, lapssd.Options{Retry: -1})
+		_, err := two.Models(ctx)
+		equal(t, status.Code(err), codes.Unavailable)
+		models, err := two.Models(ctx)
+		equal(t, err, nil)
+		equal(t, len(models), 1)
+	})
 	t.Run("a gateway that is not there is reported when patience ends", func(t *testing.T) {
 		nobody := dial(t, []string{"127.0.0.1:1"}, lapssd.Options{Retry: 50 * time.Millisecond})
 		_, err := nobody.Generate(ctx, prompt("Once", 3))

@@ -183,8 +183,9 @@ class AsyncClient:
                 with self._until_closed():
                     return await getattr(self._stub, method)(request, timeout=left_s, metadata=self._metadata)
             except grpc.RpcError as error:
+                if is_lost(error):
+                    self._leave(at)
                 pause_s = patience.pause_s(error, time.monotonic())
-            self._leave(at)
             await asyncio.sleep(pause_s)
 
     @property

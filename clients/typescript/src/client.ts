@@ -167,9 +167,8 @@ export class Client {
           return await this.#gateway.unary(method, request, { timeoutMs: patience.timeoutMs(performance.now()), signal });
         } catch (failed) {
           if (!isFailedCall(failed)) throw failed;
-          const pauseMs = patience.pauseMs(failed, performance.now());
-          this.#leave(at);
-          await pause(pauseMs, signal);
+          if (isLost(failed)) this.#leave(at);
+          await pause(patience.pauseMs(failed, performance.now()), signal);
         }
       }
     } finally {

@@ -210,6 +210,13 @@ test("another gateway takes the call of one that is not there", async () => {
   two.close();
 });
 
+test("the call after one that failed at an address goes to the next", async () => {
+  const two = new Client(["127.0.0.1:1", address], { retryMs: 0 });
+  await assert.rejects(two.models(), Unavailable);
+  assert.equal((await two.models()).length, 1);
+  two.close();
+});
+
 test("a gateway that is not there is reported when patience ends", async () => {
   const nobody = new Client("127.0.0.1:1", { retryMs: 50 });
   await assert.rejects(nobody.generate("Once"), Unavailable);

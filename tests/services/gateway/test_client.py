@@ -727,6 +727,14 @@ class TestAsyncClient:
         async with AsyncClient([f"127.0.0.1:{free_port()}", address(running)], retry_s=30) as client:
             assert [model.name for model in await client.models()] == ["tiny"]
 
+    async def test_the_call_after_one_that_failed_at_an_address_goes_to_the_next(
+        self, running: Running
+    ) -> None:
+        async with AsyncClient([f"127.0.0.1:{free_port()}", address(running)], retry_s=0) as client:
+            with pytest.raises(Unavailable):
+                await client.models()
+            assert [model.name for model in await client.models()] == ["tiny"]
+
     async def test_leaving_the_block_cancels(self, running: Running, scheduler: FakeScheduler) -> None:
         async with AsyncClient(address(running)) as client:
             with pytest.raises(RuntimeError):
