@@ -54,7 +54,9 @@ class VllmRoutes:
         caller, body = await self._read(request)
         with self._calls.refusals(caller):
             read = read_detokenize(body, self._on_unknown)
-        text = self._calls.detokenize(read.model or "", read.tokens, caller, field="tokens", special=True)
+        text = await self._calls.detokenize(
+            read.model or "", read.tokens, caller, field="tokens", special=True
+        )
         return web.json_response({"prompt": text})
 
     async def _read(self, request: web.Request) -> tuple[Caller, Json]:

@@ -100,7 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Return the text of output tokens."""
-        text = self._calls.detokenize(request.model, request.token_ids, self._caller(context))
+        text = await self._calls.detokenize(request.model, request.token_ids, self._caller(context))
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _caller(self, context: Context) -> Caller:

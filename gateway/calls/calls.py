@@ -51,6 +51,8 @@ from laps_sd.v1 import inference_pb2
 
 __all__ = ["Caller", "Calls"]
 
+THREAD_FROM_TOKENS = 1024
+"""Tokens of a whole output from which its text is made in a thread: bytes that are no text take 10 to 20 µs each."""
 LATE_S = 1.0
 """Seconds after its deadline in which the scheduler may end a request: its end comes with the last tokens."""
 
@@ -195,7 +197,7 @@ class Calls:
         check_request(request, self.settings, self.model)
         return await self._prompts.ids_of(request, self._prompts.rendered(request))
 
-    def detokenize(
+    async def detokenize(
         self,
         model: str,
         ids: Sequence[int],
@@ -213,7 +215,9 @@ class Calls:
         check_ids(field, ids, self.model)
         silent_ids = frozenset[int]() if special else self.model.silent_ids
         text = Detokenizer(self.model.decode, silent_ids=silent_ids)
-        return text.feed(ids) + text.finish()
+        if len(ids) < THREAD_FROM_TOKENS:
+            return text.feed(ids) + text.finish()
+        return await asyncio.to_thread(lambda: text.feed(ids) + text.finish())
 
     @contextmanager
     def refusals(self, caller: Caller) -> Iterator[None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -972,6 +974,31 @@ class TestTokens:
         answer = await running.stub.Detokenize(DetokenizeRequest(token_ids=ids))
 
         assert answer.text == "hello world"
+
+    async def test_of_a_long_output_do_not_hold_up_other_calls(
+        self,
+        scheduler: FakeScheduler,
+        start_gateway: StartGateway,
+        model_dir: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        model = load_model(model_dir, name="tiny", context_tokens=8192)
+        running: Running = await start_gateway(scheduler.address, model=model)
+        ids = model.encode_rendered("hello world") * 1000
+        decode, decoding, goes_on = ModelFiles.decode, threading.Event(), threading.Event()
+
+        def slow(self: ModelFiles, ids: Sequence[int]) -> str:
+            decoding.set()
+            assert goes_on.wait(30)
+            return decode(self, ids)
+
+        monkeypatch.setattr(ModelFiles, "decode", slow)
+        answer = asyncio.ensure_future(running.stub.Detokenize(DetokenizeRequest(token_ids=ids)))
+        await wait_until_async(decoding.is_set, description="it is decoded", every_s=0.005)
+        await running.stub.ListModels(ListModelsRequest())
+        goes_on.set()
+
+        assert (await answer).text == "hello world" * 1000
 
     @pytest.mark.parametrize(
         ("method", "request_", "field"),
