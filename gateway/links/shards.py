@@ -284,16 +284,18 @@ class Shards:
         path = self._settings.shards_file
         if path is None:
             return
+        unreadable: OSError | None = None
         try:
             text = read_bounded(path, MAX_FILE_BYTES)
         except OSError as error:
-            text = f"# unreadable: {error}"
+            text, unreadable = f"# unreadable: {error}", error
         if text != self._text:
             self._text = text
             try:
                 places = parse_shards(text)
             except ValueError as error:
-                log.error("the shards file cannot be used: the shards stay", path=str(path), error=str(error))
+                problem = str(unreadable or error)
+                log.error("the shards file cannot be used: the shards stay", path=str(path), error=problem)
             else:
                 self._apply(places)
                 log.info("shards", shards=[place.shard for place in places], draining=sorted(self._draining))

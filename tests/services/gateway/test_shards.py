@@ -416,6 +416,9 @@ class TestShardsComeAndGo:
         shop.path.unlink()
         await wait_until_async(lambda: "unreadable" in shards._text, description="it is gone", every_s=0.02)
         assert await shop.submit() == "s0"
+        logged = "".join(capfd.readouterr())
+        assert "line 1: the schedulers of shard 's0' must be host:port" in logged
+        assert "No such file" in logged
 
     async def test_schedulers_that_move_are_found(self, shop: Shop) -> None:
         await shop.add("s0")
