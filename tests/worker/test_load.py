@@ -201,6 +201,13 @@ def test_damaged_models_are_refused(damage: str, pair: tuple[Path, Path], tmp_pa
     assert "\n" not in str(caught.value)
 
 
+def test_a_config_may_say_that_nothing_is_quantised(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    load_pair(directory, max_length=64, draft_len=2)
+
+
 def test_a_context_longer_than_the_model_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(
         ModelError, match=r"has 1024 positions.* 2000 tokens: set LAPS_SD_CONTEXT_TOKENS to at most 1024"

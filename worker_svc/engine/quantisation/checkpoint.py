@@ -29,7 +29,8 @@ Weights = Callable[[str, tuple[int, ...]], "Quantised | torch.Tensor | None"]
 
 def is_quantised(directory: Path) -> bool:
     """Return True if `load_quantised` reads this model, not transformers."""
-    return "quantization_config" in _config(directory) or _gguf_file(directory) is not None
+    described = _config(directory).get("quantization_config")
+    return described is not None or _gguf_file(directory) is not None
 
 
 @torch.inference_mode()
