@@ -307,6 +307,13 @@ def test_fingerprints_tell_ends_of_texts_apart(pair: tuple[Path, Path], tmp_path
     assert load_pair(other, max_length=64).fingerprint != load_pair(pair[0], max_length=64).fingerprint
 
 
+def test_ends_of_texts_that_are_no_tokens_are_left_out(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(pair[0], tmp_path / "other"))
+    path = other / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, -1, VOCAB]}))
+    assert load_pair(other, max_length=64).fingerprint == load_pair(pair[0], max_length=64).fingerprint
+
+
 def test_what_must_stay_light_imports_no_torch() -> None:
     code = "import worker_svc.fake.engine, worker_svc.engine.interface, sys; assert not {'torch', 'transformers', 'grpc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

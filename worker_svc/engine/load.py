@@ -68,7 +68,9 @@ def load_engine(
         )
     draft = None
     tokenizer = load_tokenizer(target_path)
-    eos_ids = end_of_sequence_ids(target.model)
+    # Some configurations have -1 for none.
+    named, vocabulary = end_of_sequence_ids(target.model), range(target.shape.vocab_size)
+    eos_ids = frozenset(token for token in named if token in vocabulary)
     if draft_path is not None:
         # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
         draft = _model(draft_path, "draft", device, options, deterministic=False)
