@@ -330,6 +330,30 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
         load_pair(pair[0], max_length=64, lean=False)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_in_half_precision_are_not_refused_for_their_roundings(
+    seed: int, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router between two equally good experts takes either, and the logits of that row are others."""
+    import worker_svc.engine.models.model as module
+
+    sizes = {**SMALL, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
+    config = transformers.MixtralConfig(
+        **sizes, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+    )
+    directory = write_model(tmp_path, config, seed=seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 3:  # those of all experts of a layer, as loud as the others
+                weight.mul_(3.0)
+    model.save_pretrained(directory)
+    load_pair(directory, device=device, dtype="bfloat16", max_length=64, draft_len=2)
+    monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))
+    with pytest.raises(ModelError, match="computes something else when packed"):
+        load_pair(directory, device=device, dtype="bfloat16", max_length=64, draft_len=2)
+
+
 def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
