@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from bench._evidence import in_short
 from bench._evidence.engine_table import engine_table
-from bench._evidence.engines import engine, engine_again, memory_bound
+from bench._evidence.engines import engine, memory_bound
 from bench._evidence.estimates import errors_of_estimates, levels
 from bench._evidence.gains import against_rivals, goals, no_gain, tail
 from bench._evidence.gpu import on_gpu
-from bench._evidence.head import GENERATED, PRESENT_PAIR_SINCE, anchor, compared_orders
+from bench._evidence.head import GENERATED, anchor, compared_orders
 from bench._evidence.multi_turn import conversing
 from bench._evidence.placement import placed
 from bench._evidence.readme import with_figures
@@ -102,12 +102,6 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {
                 "engines alone with the demo pair, on one thread of a CPU",
                 engine,
                 in_short.engine,
-            ),
-            "engine-again": Section(
-                "Speculation compared with plain decoding, again",
-                "engines alone with the demo pair, on one thread of a CPU",
-                engine_again,
-                in_short.engine_again,
             ),
             "memory-bound": Section(
                 "Where weights come from memory",
@@ -196,7 +190,6 @@ def _entry(results: Results, measured: Mapping[str, Path]) -> Iterator[str]:
     ]
     short = ["### [Orders, simulated](evidence/orders.md)", ""]
     short += [f"- {line}" for line in in_short.orders(results)]
-    older = []
     for name, (title, sections) in PAGES.items():
         short += ["", f"### [{title}]({name})", ""]
         for benchmark, section in sections.items():
@@ -209,15 +202,7 @@ def _entry(results: Results, measured: Mapping[str, Path]) -> Iterator[str]:
             if met := re.search(r"\d+ of \d+ goals are met", "\n".join(section.write(measured[benchmark]))):
                 sentences.append(f"{met[0]}.")
             short.append(f"- *{section.title}.* {' '.join(sentences)}")
-            if "the demo pair" in section.what and date < PRESENT_PAIR_SINCE:
-                older.append(link)
     yield from table(("section", "what ran", "on"), rows)
-    if older:
-        yield f"Results of the demo pair in {', '.join(older)}"
-        yield (
-            "are of its weights of 2026-11-21, of whose draft tokens fewer were accepted "
-            "(0.60 instead of 0.67 at temperature 0.8)."
-        )
     yield from ("", "## In short", "", *short)
 
 

@@ -39,27 +39,6 @@ def engine(path: Path) -> Iterator[str]:
     )
 
 
-def engine_again(path: Path) -> Iterator[str]:
-    """Yield the section on our engine against itself alone, with more turns than a run with other engines has
-    time for.
-    """
-    rows, source, about = read_rows(path)
-    batches = ", ".join(str(batch) for batch in sorted({row["batch"] for row in rows}))
-    least = least_gain(rows)
-    yield f"Without other engines and with {about['turns']} turns, at batch {batches}, where speculation gains least and a loss shows first. {source}."
-    yield ""
-    yield from goals_met(
-        goals(rows, exact=about["dtype"] == "float32"),
-        f"The least: {told_ratio(least, 'ratio_plain')} for *{least['kind']}* at temperature {least['temperature']}",
-    )
-
-
-def least_gain(rows: Sequence[Row]) -> Row:
-    """Return the row in which speculation gains least over plain decoding."""
-    ours = (row for row in rows if row["config"] == SPECULATIVE)
-    return min(ours, key=lambda row: float(row["ratio_plain_low"]))
-
-
 def memory_bound(path: Path) -> Iterator[str]:
     """Yield the same for a pair whose weights are larger than any cache."""
     rows, source, about = read_rows(path)

@@ -10,8 +10,6 @@ from bench._evidence.results import Results
 GENERATED = (
     "<!-- Written by `python -m bench.evidence` from results. Run the benchmarks again to change it. -->"
 )
-PRESENT_PAIR_SINCE = "2026-11-26"
-"""Date of the demo pair's present weights."""
 
 
 def compared_orders(results: Results) -> Iterator[str]:

@@ -10,7 +10,6 @@ from bench._engine.cells import MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
 from bench._engine.goals import told_ratio
 from bench._evidence.engine_table import rows_of_readme
-from bench._evidence.engines import least_gain
 from bench._evidence.readme import pair_in_words
 from bench._evidence.results import Results, Row, read_rows
 from bench._evidence.services import meeting_goals, policy_rows
@@ -131,15 +130,6 @@ def gateway(path: Path) -> Iterator[str]:
 def engine(path: Path) -> Iterator[str]:
     """Yield the sentences of README.md on the demo pair."""
     yield from pair_in_words(path)
-
-
-def engine_again(path: Path) -> Iterator[str]:
-    """Yield the least gain of speculation."""
-    least = least_gain(read_rows(path)[0])
-    yield (
-        f"The least gain of speculation over plain decoding: {told_ratio(least, 'ratio_plain')}, "
-        f"for *{least['kind']}* at temperature {least['temperature']}."
-    )
 
 
 def memory_bound(path: Path) -> Iterator[str]:

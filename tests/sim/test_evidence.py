@@ -10,7 +10,7 @@ import pytest
 
 from bench._evidence import vllm_on_gpu as vllm_on_gpu_section
 from bench._evidence.engine_table import engine_table
-from bench._evidence.engines import engine, engine_again, memory_bound
+from bench._evidence.engines import engine, memory_bound
 from bench._evidence.multi_turn import conversing
 from bench._evidence.readme import with_figures
 from bench._evidence.results import Results, newest, source_of
@@ -149,20 +149,6 @@ def test_the_entry_links_each_section_on_what_was_measured_with_what_ran_and_whe
         in texts["evidence.md"]
     )
     assert "\n## What a gateway carries\n" in texts["evidence/system.md"]
-
-
-def test_the_entry_names_what_was_measured_with_earlier_weights_of_the_demo_pair(found, tmp_path):
-    def entry(date):
-        again = results_of(tmp_path, "engine-again", again_rows(), date=date, dtype="float32", turns=7)
-        return pages(Results(found), {"engine-again": again})["evidence.md"]
-
-    named = "Results of the demo pair in [Speculation compared with plain decoding, again]"
-    assert named in entry("2026-11-25")
-    assert named not in entry("2026-11-26")
-    found_least = (
-        "over plain decoding: 0.98 [0.96, 1.01], for *prose* at temperature 0.8. 4 of 5 goals are met."
-    )
-    assert found_least in entry("2026-11-26")
 
 
 def test_every_figure_of_every_rival_is_on_the_page(found):
@@ -324,42 +310,6 @@ def test_what_deciding_costs_is_told_by_size_and_for_the_whole_process(tmp_path)
     assert "8 workers is the most of these that were carried" in text
     assert "| 8 | 160 | 100.0% | 2.0 | 4.0 | 7.0 | 2.25 | 0.30 |" in text
     assert "| 48 | 960 | 100.0% | 2.0 | 4.0 | 120.0 | 2.25 | 0.30 |" in text
-
-
-def again_rows():
-    """Return results of our engine alone, whose least gain is that of prose at temperature 0.8."""
-
-    def row(kind, temperature, plain):
-        found = {
-            "config": "ours, speculative",
-            "kind": kind,
-            "temperature": temperature,
-            "batch": 16,
-            "identical": 1.0,
-        }
-        return found | dict(zip(("ratio_plain", "ratio_plain_low", "ratio_plain_high"), plain, strict=True))
-
-    return [
-        row("mixed", "both", (1.1, 1.05, 1.15)),
-        row("sort", 0.0, (0.98, 0.975, 0.99)),
-        row("prose", 0.8, (0.985, 0.96, 1.01)),
-        {
-            "config": "ours, plain",
-            "kind": "sort",
-            "temperature": 0.0,
-            "batch": 16,
-            "identical": 1.0,
-            "ratio_plain": None,
-        },
-    ]
-
-
-def test_speculation_beside_plain_decoding_tells_where_it_gains_least(tmp_path):
-    about = {"dtype": "float32", "acceptance": None, "turns": 7}
-    text = "\n".join(engine_again(results_of(tmp_path, "engine-again", again_rows(), **about)))
-    assert "with 7 turns, at batch 16" in text
-    assert "The least: 0.98 [0.96, 1.01] for *prose* at temperature 0.8. Missed:" in text
-    assert "4 of 5 goals are met" in text
 
 
 def test_the_engine_stands_beside_others_and_what_it_misses_is_named(tmp_path):
