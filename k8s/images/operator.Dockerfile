@@ -18,6 +18,7 @@ LABEL org.opencontainers.image.title="laps-sd-operator" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=build /opt/laps-sd /opt/laps-sd
+COPY k8s/images/first.sh /opt/laps-sd/bin/
 COPY laps_sd /opt/laps-sd/source/laps_sd
 COPY k8s/operator/laps_sd_operator /opt/laps-sd/source/laps_sd_operator
 ENV PATH=/opt/laps-sd/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
@@ -25,4 +26,4 @@ ENV PATH=/opt/laps-sd/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbi
 USER 10001:10001
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["python3", "-m", "laps_sd_operator"]
+ENTRYPOINT ["first.sh", "python3", "-m", "laps_sd_operator"]

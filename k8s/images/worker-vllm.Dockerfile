@@ -35,6 +35,7 @@ LABEL org.opencontainers.image.title="laps-sd-worker-vllm" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 USER 0:0
+COPY k8s/images/first.sh /usr/local/bin/
 COPY --from=build /dist /laps-sd/
 COPY k8s/images/join.py k8s/images/requirements/worker-vllm.txt /laps-sd/
 # Only what is missing is installed, and nothing that vLLM's packages exclude: join.py. Torch looks up the user's name.
@@ -54,4 +55,4 @@ WORKDIR /tmp
 RUN laps-sd worker --help > /dev/null \
  && python3 -c 'import worker_svc.__main__, laps_vllm.versions as v; from importlib.metadata import version; v.check_version(version("vllm"))'
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["laps-sd", "worker", "--engine", "vllm"]
+ENTRYPOINT ["first.sh", "laps-sd", "worker", "--engine", "vllm"]

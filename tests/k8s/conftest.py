@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +52,23 @@ def kubernetes() -> None:
     """Check that the schemas of Kubernetes are there."""
     if not (TOOLS / "python" / "kubernetes_validate").is_dir():
         missing("kubernetes-validate")
+
+
+@pytest.fixture(scope="session")
+def first() -> list[str]:
+    """Return the command before one that is to be the first process of a container: the kernel drops signals that it
+    does not handle.
+    """
+    found = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if shutil.which(found[0]) is None or subprocess.run([*found, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make namespaces")
+    return found
+
+
+def first_of(process: subprocess.Popen[Any]) -> int:
+    """Return the id of the first process that the command of `first` has started."""
+    (found,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(found)
 
 
 ISSUER = {"mode": "certManager", "issuer": {"name": "ours", "kind": "ClusterIssuer"}}

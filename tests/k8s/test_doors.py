@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.k8s.conftest import GPU_POOL, MATRIX
+from tests.k8s.conftest import GPU_POOL, MATRIX, first_of
 from tests.k8s.gateway_api import DOORS
 from tests.k8s.pod_security import pod_templates
 from tests.k8s.schemas import Schemas
@@ -158,22 +156,17 @@ def test_a_job_fills_the_claim_and_nothing_else_reaches_the_hub(rendered: Any) -
     assert reaching == ["llama-models"]
 
 
-FIRST = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-"""Runs a program as the first process of a container: the kernel drops signals that it does not handle."""
-
-
 @pytest.mark.parametrize("name", ["await-models", "target-download"])
-def test_a_pod_that_is_deleted_before_it_has_its_models_ends_at_once(rendered: Any, name: str) -> None:
-    if shutil.which("unshare") is None or subprocess.run([*FIRST, "true"], capture_output=True).returncode:
-        pytest.skip("this user may not make namespaces")
+def test_a_pod_that_is_deleted_before_it_has_its_models_ends_at_once(
+    rendered: Any, first: list[str], name: str
+) -> None:
     containers = [one for _, spec in pod_templates(rendered) for one in spec.get("initContainers", [])]
     found = next(one for one in containers if one["name"] == name)
     program = ["sh", "-c", "echo downloads; exec sleep 600"] if "args" in found else []
 
-    with subprocess.Popen([*FIRST, *found["command"], *program], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([*first, *found["command"], *program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
-        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(first), signal.SIGTERM)
+        os.kill(first_of(process), signal.SIGTERM)
         try:
             assert process.wait(10) == 143
         finally:

@@ -81,7 +81,7 @@ class TestFile:
         assert "\nSTOPSIGNAL SIGTERM\n" in FINAL
         assert "org.opencontainers.image.revision" in FINAL
         assert TEXT.count("PIP_COMPILE=0") == 2
-        assert TEXT.endswith('ENTRYPOINT ["laps-sd", "worker", "--engine", "vllm"]\n')
+        assert TEXT.endswith('ENTRYPOINT ["first.sh", "laps-sd", "worker", "--engine", "vllm"]\n')
 
     def test_it_says_that_it_has_not_been_built(self) -> None:
         said = " ".join(TEXT.replace("#", "").split())

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from laps_sd import __version__
 from laps_sd.v1 import inference_pb2_grpc
 from tests.conftest import StackMaker
 from tests.helpers import free_port, wait_until
+from tests.k8s.conftest import first_of
 from tests.k8s.helm import ROOT
 from tests.system.calls import seeded, stream
 
@@ -42,8 +44,33 @@ def test_an_image_keeps_the_promises(name: str) -> None:
     assert "\nUSER 10001:10001\n" in final
     assert "\nSTOPSIGNAL SIGTERM\n" in final
     assert "org.opencontainers.image.revision" in final
-    assert "\nENTRYPOINT [" in final
+    assert '\nENTRYPOINT ["first.sh", ' in final
+    assert "\nCOPY k8s/images/first.sh /opt/laps-sd/bin/\n" in final
     assert "RUN" not in final.replace("RUN_", "")
+
+
+STARTS = "echo starts; exec sleep 600"
+HANDLES = "trap 'echo handles; exit 7' TERM; echo starts; while :; do sleep 0.01; done"
+
+
+@pytest.mark.parametrize(("program", "code"), [(STARTS, 143), (HANDLES, 7)])
+def test_the_first_process_hands_on_a_signal_also_to_a_service_that_starts(
+    first: list[str], program: str, code: int
+) -> None:
+    command = [*first, str(IMAGES / "first.sh"), "sh", "-c", program]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"starts\n"
+        os.kill(first_of(process), signal.SIGTERM)
+        try:
+            assert process.wait(10) == code
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_the_first_process_ends_as_its_service_does(code: int) -> None:
+    assert subprocess.run([IMAGES / "first.sh", "sh", "-c", f"exit {code}"]).returncode == code
 
 
 @pytest.mark.parametrize("name", FILES)
