@@ -93,7 +93,14 @@ spec:
       {{- include "laps-sd.probes" (dict "ready" "readiness" "started" (ternary "engine" "liveness" $vllm) "seconds" (include "laps-sd.startupSeconds" $values)) | nindent 6 }}
       {{- include "laps-sd.containerSecurity" $root | nindent 6 }}
       resources:
-        {{- with $values.resources }}
+        {{- /* A SpeculativePool takes a fraction as a text alone. */}}
+        {{- $resources := deepCopy $values.resources }}
+        {{- range $side := $resources }}
+        {{- range $name, $quantity := $side }}
+        {{- if and (kindIs "float64" $quantity) (ne $quantity (floor $quantity)) }}{{ $_ := set $side $name (toString $quantity) }}{{ end }}
+        {{- end }}
+        {{- end }}
+        {{- with $resources }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
         {{- with $values.resourceClaims }}
