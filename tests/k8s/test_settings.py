@@ -64,7 +64,8 @@ def environment_of(rendered: list[dict[str, Any]], service: str) -> dict[str, st
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     names = [one["name"] for one in container["env"]]
     assert len(names) == len(set(names)), "a variable is given twice"
-    return {one["name"]: one.get("value", "") for one in container["env"]}
+    pod = f"{workload['metadata']['name']}-0"  # Kubernetes puts it into values that refer to it
+    return {one["name"]: one.get("value", "").replace("$(POD_NAME)", pod) for one in container["env"]}
 
 
 @pytest.mark.parametrize("service", SERVICES)
