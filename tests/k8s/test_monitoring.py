@@ -44,6 +44,9 @@ VALUES = {"end": {end.value for end in End}, "code": {code.name for code in grpc
 WITH_CERTIFICATES = {"laps_sd_certificate_expiry_timestamp_seconds": ("gauge", {"use"})}
 """What a system exposes only if it has certificates (tests/shared/test_certificates.py)."""
 
+OF_PROMETHEUS = {"up": ("gauge", {"app_kubernetes_io_name", "app_kubernetes_io_component"})}
+"""What Prometheus writes itself about each target, with further labels that a PodMonitor adds."""
+
 SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 GROUPS = re.compile(r"\b(?:by|on|ignoring|without) \(([^)]*)\)")
@@ -132,7 +135,7 @@ def targets(stack: LocalStack, operator: OperatorProcess) -> dict[str, str]:
 
 def scrape(urls: Iterable[str]) -> dict[str, tuple[str, set[str]]]:
     """Type and labels of each sample's name."""
-    found: dict[str, tuple[str, set[str]]] = dict(WITH_CERTIFICATES)
+    found: dict[str, tuple[str, set[str]]] = WITH_CERTIFICATES | OF_PROMETHEUS
     for url in urls:
         with urllib.request.urlopen(url, timeout=10) as reply:
             for family in text_string_to_metric_families(reply.read().decode()):
@@ -170,7 +173,9 @@ def test_a_query_asks_for_metrics_and_labels_that_are_there(running: Running, wh
     for _, name in COUNTED.findall(expression):
         assert running.served[name][0] in ("counter", "histogram"), f"{name} does not only grow"
     named = set(ALL_NAMES.findall(expression)) - OF_THE_SCRAPE
-    assert named == {name for name, _ in selectors}, "each metric is asked for with its release"
+    assert named == {name for name, _ in selectors} - OF_PROMETHEUS.keys(), (
+        "each metric is asked for with its release"
+    )
     assert all("namespace=" in matchers for _, matchers in selectors)
 
 
