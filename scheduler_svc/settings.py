@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from laps_sd.service.config import LENGTH_KEY_HELP, field
-from laps_sd.service.leader_link import named_leader
+from laps_sd.service.leader_link import is_address
 from laps_sd.service.serving_settings import ServingSettings
 from scheduler_svc.core.placement.routing import PlacementName
 from scheduler_svc.core.policies import PolicyName
@@ -152,6 +152,6 @@ class SchedulerSettings(RecordSettings, ServingSettings):
             yield f"LAPS_SD_CLIENT_ROLES {error}."
         if self.client_roles and self.tls_client_ca is None:
             yield "LAPS_SD_CLIENT_ROLES needs LAPS_SD_TLS_CLIENT_CA: roles are read from certificates."
-        if named_leader(self.advertise_address) != self.advertise_address:  # what peers read in a referral
+        if self.advertise_address and not is_address(self.advertise_address):
             yield f"LAPS_SD_ADVERTISE_ADDRESS must be host:port, got {self.advertise_address!r}."
         yield from name_problems("LAPS_SD_POOL", self.pool)

@@ -37,6 +37,7 @@ __all__ = [
     "Liveness",
     "PeerSilent",
     "Visit",
+    "is_address",
     "named_leader",
     "until_first_ends",
     "watch",
@@ -56,6 +57,11 @@ BACK_OFF_FIRST_S = 0.05
 BACK_OFF_LONGEST_S = 1.0
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.\-]+):\d+")
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address that can be read in a scheduler's answer."""
+    return _ADDRESS.fullmatch(text) is not None
 
 
 def named_leader(detail: str) -> str:

@@ -188,7 +188,7 @@ def seed_problems(seeds: Sequence[str]) -> Iterator[str]:
     for seed in seeds:
         host, _, port = seed.rpartition(":")
         bare = ":" in host and not host.startswith("[")  # IPv6
-        if not host or bare or not port.isdigit() or not 0 < int(port) <= 65535:
+        if not host or bare or not port.isdecimal() or not 0 < int(port) <= 65535:
             yield f"must be host:port or [IPv6]:port, separated by commas, got {seed!r}"
 
 
