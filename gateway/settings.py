@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
-from laps_sd.contract.limits import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS
+from laps_sd.contract.limits import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, TEN_YEARS_S
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving_settings import ServingSettings
@@ -236,6 +236,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
         30.0,
         help="How long a request with an idempotency key continues while no client is attached.",
         minimum=0,
+        maximum=TEN_YEARS_S,
     )
     scheduler_wait_s: float = field(
         30.0,

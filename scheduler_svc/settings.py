@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from laps_sd.contract.limits import TEN_YEARS_S
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import is_address
 from laps_sd.service.serving_settings import ServingSettings
@@ -119,7 +120,10 @@ class SchedulerSettings(RecordSettings, ServingSettings):
         maximum=16_777_216,
     )
     finished_ttl_s: float = field(
-        900.0, help="How long an ended request can be read back (Resume, Explain).", minimum=1.0
+        900.0,
+        help="How long an ended request can be read back (Resume, Explain).",
+        minimum=1.0,
+        maximum=TEN_YEARS_S,
     )
     predict_lengths: bool = field(
         True,

@@ -25,13 +25,14 @@ from gateway import metrics
 from gateway.links.client_stream import Accepted, Batch, ClientStream, Message
 from gateway.links.refusals import PASSING_REASONS, refusal_error
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState
+from laps_sd.contract.limits import TEN_YEARS_S
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
 from laps_sd.service.specifications import text_parameters
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
 ASK_AGAIN_S = 5.0  # an Attach that is not answered for this long is sent again
-LONGEST_MS = 10 * 365 * 86_400_000  # ten years: a scheduler accepts no longer deadline
+LONGEST_MS = TEN_YEARS_S * 1000  # a scheduler accepts no longer deadline
 RETRY_S = 0.25  # pause before an operation is retried that the scheduler could not do
 
 

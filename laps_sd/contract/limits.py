@@ -38,6 +38,9 @@ MAX_PROMPT_LOGPROBS = 2**18
 A scheduler keeps them for each request, in about 9 bytes each.
 """
 
+TEN_YEARS_S = 10 * 365 * 86_400
+"""Longest grace and deadline of a request that a scheduler accepts, and longest time that it keeps one."""
+
 LENIENCE = 4
 """The scheduler accepts this many times the limits below.
 

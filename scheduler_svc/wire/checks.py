@@ -15,7 +15,7 @@ MAX_HELD = 100_000
 MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
 MAX_BODY_HASH_BYTES = 64
-MAX_TIME_MS = 10 * 365 * 86_400_000
+MAX_TIME_MS = limits.TEN_YEARS_S * 1000
 """Ten years: the value that gateways treat as "no deadline"."""
 
 

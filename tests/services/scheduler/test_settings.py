@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from gateway.settings import GatewaySettings
 from laps_sd.cli import dial
 from laps_sd.service.config import ConfigError, load
 from laps_sd.service.wire import Tls
@@ -77,6 +78,14 @@ def test_an_address_that_peers_could_not_dial_is_refused(address: str) -> None:
         SchedulerSettings(advertise_address=address)
 
     assert SchedulerSettings(advertise_address="[fd00::7]:50052").advertise_address
+
+
+def test_times_that_the_record_cannot_hold_are_refused() -> None:
+    """Redis refuses a longer one when the first request ends, and the leader would end with it."""
+    with pytest.raises(ConfigError, match="LAPS_SD_FINISHED_TTL_S must be at most 315360000 s, got 1e"):
+        SchedulerSettings(finished_ttl_s=1e17)
+    with pytest.raises(ConfigError, match="LAPS_SD_GRACE_WITH_KEY_S must be at most 315360000 s, got 1"):
+        GatewaySettings(grace_with_key_s=1e9)
 
 
 def ipv6_ports(count: int) -> list[int]:
