@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -711,6 +712,20 @@ def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path
         server.stop(None)
     there, refused = grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE
     assert codes == {"": refused, "models.test": there, "other.test": refused}
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_has_closed_are_no_others(fake_stack, closed):
+    """The client's sockets got their numbers, and the event loop aborted the process."""
+    command = [sys.executable, "-m", "laps_sd", "generate", "-" if "<" in closed else "Once"]
+    command += ["--url", fake_stack.gateway_address, "--max-tokens", "4"]
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(command)} {closed}"], capture_output=True, text=True, env=environment()
+    )
+
+    assert done.returncode == (1 if "<" in closed else 0), done.stderr  # an empty prompt is refused
+    assert ("-- length: 4 tokens" in done.stderr) == (closed == ">&-")
+    assert ("must hold at least one message" in done.stderr) == (closed == "<&-")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="it has no device that is full")
