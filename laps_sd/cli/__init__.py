@@ -11,9 +11,12 @@ def main():  # type: () -> None
     if sys.version_info < NEEDED:
         sys.exit("laps-sd needs Python 3.11 or newer, this is %d.%d." % sys.version_info[:2])  # noqa: UP031
     _open_standard_streams()
-    from laps_sd.cli.app import run
+    try:
+        from laps_sd.cli.app import run  # takes a while, in which Ctrl-C may come
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _open_standard_streams():  # type: () -> None

@@ -152,6 +152,4 @@ def run() -> NoReturn:
         sys.exit(2)
     except (StartupError, OSError) as error:  # OSError: a full disk, a directory that is gone
         sys.exit(f"laps-sd: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     sys.exit(0)

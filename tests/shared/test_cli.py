@@ -714,6 +714,14 @@ def test_a_certificate_of_another_name_is_taken_where_the_name_is_given(tmp_path
     assert codes == {"": refused, "models.test": there, "other.test": refused}
 
 
+def test_ctrl_c_before_the_command_has_begun_is_no_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+
+    done = as_a_process("queue", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_the_caller_has_closed_are_no_others(fake_stack, closed):
     """The client's sockets got their numbers, and the event loop aborted the process."""
