@@ -89,14 +89,17 @@ def lines_to_show(text: str) -> Iterator[str]:
 
     An error comes with the last line of its traceback.
     """
-    shown, last = "", ""
+    shown, last, problem = "", "", False
     for line in text.splitlines():
         entry = ENTRY.match(line)
         if entry is None:
-            last = line.strip() or last
+            last = (
+                (line.strip() or last) if problem else ""
+            )  # a library's own line is no part of other entries
             continue
         if shown:
             yield f"{shown} ({last})" if last else shown
+        problem = entry["level"] in PROBLEMS
         shown, last = _shown(entry["level"], entry["rest"]), ""
     if shown:
         yield f"{shown} ({last})" if last else shown

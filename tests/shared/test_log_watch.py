@@ -69,6 +69,13 @@ def test_what_an_operator_looks_for_is_shown_in_the_order_of_its_fields(written:
     ]
 
 
+def test_a_line_that_a_library_printed_is_no_part_of_what_is_no_problem(written: io.StringIO) -> None:
+    get_logger("x").info(f"{FACTS[0]} small")
+    written.write("I1128 14:37:27 ssl_transport_security.cc:2563] Handshake failed\n")
+
+    assert list(lines_to_show(written.getvalue())) == ["model: small"]
+
+
 def test_a_mistyped_variable_is_not_repeated_by_every_child(written: io.StringIO) -> None:
     get_logger("x").warning("unknown LAPS_SD variables, ignored", nearest_known={"LAPS_SD_A": None})
 
