@@ -77,11 +77,20 @@ class PortPlan:
         self._reserved = contextlib.ExitStack()
 
     def check(self) -> None:
-        """Raise StartupError if a wanted port is in use."""
-        for what in FLAGS:
-            port = getattr(self._wanted, what)
-            if port:
-                self._check(what, port)
+        """Raise StartupError with the wanted ports that are in use, or wanted twice."""
+        problems: list[str] = []
+        flags: dict[int, str] = {}
+        for what, flag in FLAGS.items():
+            if port := getattr(self._wanted, what):
+                if port in flags:
+                    problems.append(f"{flags[port]} and {flag} are both {port}.")
+                flags[port] = flag
+                try:
+                    self._check(what, port)
+                except StartupError as error:
+                    problems.append(str(error))
+        if problems:
+            raise StartupError("\n".join(problems))
 
     def take(self, what: str) -> int:
         """Return the wanted port for `what`, or a free one."""

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from laps_sd.stack.ports import FREE_PORTS, HOST, LISTENING, PortPlan
+from laps_sd.errors import StartupError
+from laps_sd.stack.ports import FREE_PORTS, HOST, LISTENING, PortPlan, Ports
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux alone")
 
@@ -45,6 +46,22 @@ def test_the_component_itself_can_listen_and_listen_again_after_a_restart(ports:
             listener.listen()
             with socket.create_connection((HOST, port)):
                 pass
+
+
+def test_all_wanted_ports_that_cannot_be_had_are_named_at_once(ports: PortPlan):
+    one, other, twice = ports.free(), ports.free(), ports.free()
+    with bound(one, reuse=True) as gateway, bound(other, reuse=True) as scheduler:
+        gateway.listen()
+        scheduler.listen()
+        wanted = Ports(gateway=one, http=twice, scheduler=other, metrics=twice)
+
+        with pytest.raises(StartupError) as refused:
+            PortPlan(wanted).check()
+
+    flags = ["--gateway-port", "--scheduler-port", f"--http-port and --metrics-port are both {twice}"]
+    assert [flag in line for flag, line in zip(flags, str(refused.value).splitlines(), strict=True)] == [
+        True
+    ] * 3
 
 
 def test_a_client_is_refused_while_the_component_is_away(ports: PortPlan):
