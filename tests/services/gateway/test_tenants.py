@@ -155,6 +155,12 @@ class TestWhoCalls:
 
 
 class TestTheFile:
+    def test_may_begin_with_the_mark_of_an_editor(self, tmp_path: Path) -> None:
+        path = tmp_path / "tenants.toml"
+        path.write_text("[tenants.acme]", encoding="utf-8-sig")
+
+        assert list(KeyFile.read(path).quotas) == ["acme"]
+
     @pytest.mark.parametrize(
         ("text", "said"),
         [

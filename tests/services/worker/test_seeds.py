@@ -23,6 +23,14 @@ def test_addresses_are_separated_by_commas_or_lines(tmp_path: Path) -> None:
     assert seeds_of(path)() == ("a:1", "b:2", "c:3")
 
 
+def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    path = tmp_path / "seeds"
+    path.write_text("a:1", encoding="utf-8-sig")
+
+    assert seeds_of(path)() == ("a:1",)
+
+
 def test_without_a_file_they_are_those_of_the_settings() -> None:
     assert SchedulerSeeds(WorkerSettings(scheduler_seeds=("a:1",)))() == ("a:1",)
 
