@@ -3,6 +3,8 @@
 import { type Explanation, type Snapshot, readSnapshot } from "./model";
 
 const KEY = "laps-sd-key";
+/** Before a view reads again what it could not read. */
+export const RETRY_MS = 5000;
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 10_000;
 /** A stream of snapshots that brings none for so long is dead, although no error was reported: one comes a second. */
@@ -36,7 +38,11 @@ export function saveKey(key: string): void {
 export async function call(path: string, init: RequestInit = {}): Promise<Response> {
   const headers = new Headers(init.headers);
   const key = savedKey();
-  if (key) headers.set("Authorization", `Bearer ${key}`);
+  try {
+    if (key) headers.set("Authorization", `Bearer ${key}`);
+  } catch {
+    throw new CallError("the key has a character that no key has", 401);
+  }
   let response: Response;
   try {
     response = await fetch(path, { ...init, headers });

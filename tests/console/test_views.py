@@ -240,6 +240,35 @@ class TestKeys:
         page.get_by_text("a key is needed").wait_for()
 
 
+def test_a_key_that_no_header_can_have_is_asked_for_again(
+    make_stack: StackMaker, open_page: OpenPage, tmp_path: Path
+) -> None:
+    keys = tmp_path / "tenants.toml"
+    keys.write_text(f'[tenants.acme]\nkeys = ["{digest_of(KEY)}"]\n')
+    stack = make_stack(workers=0, environment={"LAPS_SD_API_KEYS_FILE": str(keys)})
+    page = open_page(stack, "/console")
+    page.get_by_label("Key of this gateway").fill(f"{KEY}\u200b")  # an invisible character, copied with it
+    page.get_by_role("button", name="Use the key").click()
+    page.get_by_text("the key has a character that no key has").wait_for()
+    page.get_by_label("Key of this gateway").fill(KEY)
+    page.get_by_role("button", name="Use the key").click()
+    page.get_by_text("You see the requests of your key only.").wait_for()
+
+
+def test_the_playground_finds_a_gateway_that_comes_back(make_stack: StackMaker, open_page: OpenPage) -> None:
+    stack = make_stack(workers=1)
+    page = open_page(stack, "/console")
+    page.get_by_text("No request is waiting or running.").wait_for()
+    stack.kill("gateway-0")
+    page.get_by_role("link", name="Playground").click()
+    page.get_by_text("The gateway cannot be reached.").first.wait_for()
+    stack.restart("gateway-0")
+    page.get_by_role("textbox", name="Prompt").fill("Once")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("Output tokens").wait_for()
+    assert page.get_by_text("The gateway cannot be reached.").count() == 0
+
+
 def test_a_gateway_that_is_gone_is_named(make_stack: StackMaker, open_page: OpenPage) -> None:
     stack = make_stack(workers=1)
     page = open_page(stack, "/console")

@@ -1,5 +1,5 @@
 import { useEffect, useRef, useState } from "preact/hooks";
-import { call } from "../api";
+import { CallError, RETRY_MS, call } from "../api";
 import { type Summary, type Token, generate } from "../generation";
 import { Numbers, Problem, count, percent, requestLink, seconds } from "../parts";
 
@@ -19,11 +19,26 @@ export function PlaygroundView() {
   const [busy, setBusy] = useState(false);
 
   useEffect(() => {
-    call("/v1/models")
-      .then((response) => response.json() as Promise<{ data: { id: string }[] }>)
-      .then((models) => setModel(models.data[0]?.id ?? ""))
-      .catch((error: Error) => setProblem(error.message));
-    return () => running.current?.abort();
+    let timer: ReturnType<typeof setTimeout>;
+    let left = false;
+    const find = async () => {
+      try {
+        const models = (await (await call("/v1/models")).json()) as { data: { id: string }[] };
+        if (left) return;
+        setModel(models.data[0]?.id ?? "");
+        setProblem("");
+      } catch (error) {
+        if (left) return;
+        setProblem((error as Error).message);
+        if (error instanceof CallError && error.passes) timer = setTimeout(find, RETRY_MS);
+      }
+    };
+    void find();
+    return () => {
+      left = true;
+      clearTimeout(timer);
+      running.current?.abort();
+    };
   }, []);
 
   const start = async () => {

@@ -1,11 +1,10 @@
 import { useEffect, useState } from "preact/hooks";
-import { CallError, explain } from "../api";
+import { CallError, RETRY_MS, explain } from "../api";
 import type { Explanation } from "../model";
 import { Numbers, Problem, count, percent, requestLink, seconds } from "../parts";
 import { type Doing, spansOf } from "../timeline";
 
 const REFRESH_MS = 1000;
-const RETRY_MS = 5000;
 const ENDED = "STATE_ENDED";
 
 /** The explain timeline of one request; it is read again every second until the request has ended. */
