@@ -12,12 +12,11 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-const (
-	maxPause = time.Second
-	// reset is a part of the message of a call that was reset: so a proxy ends the streams of a gateway that died. gRPC makes
-	// Internal of it, as a gateway does for a bug, but no message of a gateway has this word.
-	reset = "RST_STREAM"
-)
+const maxPause = time.Second
+
+// cut has parts of gRPC's messages about a stream that ended without a status: so proxies (nginx, HAProxy) end those of a gateway that
+// died. The code is Internal, as of a bug of a gateway, but no message of a gateway has these words.
+var cut = []string{"RST_STREAM", "without sending trailers"}
 
 // Violation is a wrong field of a request, with a sentence about its limit.
 type Violation struct {
@@ -90,7 +89,12 @@ func contextError(cause error) *Error {
 func isLost(failed error) bool {
 	switch status.Code(failed) {
 	case codes.Internal:
-		return strings.Contains(status.Convert(failed).Message(), reset)
+		for _, words := range cut {
+			if strings.Contains(status.Convert(failed).Message(), words) {
+				return true
+			}
+		}
+		return false
 	case codes.Unavailable, codes.Canceled:
 		// A server that stops ends its calls with CANCELLED, although no client cancelled them.
 		return true

@@ -22,9 +22,9 @@ __all__ = ["MAX_PAUSE_S", "error_of", "is_lost", "may_work_later", "next_pause_s
 MAX_PAUSE_S = 1.0
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose gateway died, or was stopped during the call."""
-RESET = "RST_STREAM"
-"""Part of the message of a call that was reset: so a proxy ends the streams of a gateway that died. gRPC makes INTERNAL
-of it, as a gateway does for a bug, but no message of a gateway has this word.
+CUT = ("RST_STREAM", "Stream removed")
+"""Parts of gRPC's messages about a stream that ended without a status: so proxies (nginx, HAProxy) end those of a gateway
+that died. The codes are INTERNAL and UNKNOWN, as of a bug of a gateway, but no message of a gateway has these words.
 """
 
 
@@ -68,7 +68,9 @@ def is_lost(error: grpc.RpcError | None) -> bool:
     if error is None:
         return True
     code = error.code() if hasattr(error, "code") else None
-    return code in LOST or (code is grpc.StatusCode.INTERNAL and RESET in (error.details() or ""))
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        return any(words in (error.details() or "") for words in CUT)
+    return code in LOST
 
 
 def may_work_later(error: grpc.RpcError) -> bool:

@@ -102,21 +102,28 @@ test("an output whose request is lost does not go on with that of another, and o
   assert.deepEqual(progress.toCancel, ["s0.d"]);
 });
 
-test("a stream that a proxy resets is tried again, and a bug of a gateway is not", async () => {
-  const proxy = createServer().on("stream", (stream) => {
-    stream.on("error", () => {}); // the reset
-    stream.respond({ "content-type": "application/grpc" });
-    stream.close(constants.NGHTTP2_INTERNAL_ERROR);
-  });
-  await once(proxy.listen(0, "127.0.0.1"), "listening");
-  const gateway = new Gateway(`127.0.0.1:${(proxy.address() as AddressInfo).port}`, undefined, new Metadata());
-  const limits = { timeoutMs: Infinity, signal: new AbortController().signal };
-  const reset = await gateway.stream(Inference.method.generateStream, makeRequest("x"), limits).next().catch((failed: unknown) => failed);
-  gateway.close();
-  proxy.close();
+for (const how of ["by a reset, as nginx", "without a status, as HAProxy"]) {
+  test(`a stream that a proxy cuts is tried again: ${how}`, async () => {
+    const proxy = createServer().on("stream", (stream) => {
+      stream.on("error", () => {}); // the reset
+      stream.respond({ "content-type": "application/grpc" });
+      if (how.includes("reset")) stream.close(constants.NGHTTP2_INTERNAL_ERROR);
+      else stream.end();
+    });
+    await once(proxy.listen(0, "127.0.0.1"), "listening");
+    const gateway = new Gateway(`127.0.0.1:${(proxy.address() as AddressInfo).port}`, undefined, new Metadata());
+    const limits = { timeoutMs: Infinity, signal: new AbortController().signal };
+    const events = gateway.stream(Inference.method.generateStream, makeRequest("x"), limits);
+    const failed = await events.next().catch((error: unknown) => error);
+    gateway.close();
+    proxy.close();
 
-  assert.ok(isFailedCall(reset) && reset.code === status.INTERNAL);
-  assert.ok(new Progress(makeRequest("x"), PATIENT, 0).lost(reset, 1_000) > 0);
+    assert.ok(isFailedCall(failed), String(failed));
+    assert.ok(new Progress(makeRequest("x"), PATIENT, 0).lost(failed, 1_000) > 0);
+  });
+}
+
+test("a bug of a gateway is not tried again", () => {
   const bug = failure(status.INTERNAL, new Metadata(), "internal error, incident 0a1b2c3d");
   assert.throws(() => new Progress(makeRequest("x"), PATIENT, 0).lost(bug, 1_000), { name: "LapsSdError", code: "INTERNAL" });
 });

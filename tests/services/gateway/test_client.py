@@ -49,8 +49,8 @@ from tests.helpers import free_port, wait_until_async
 from tests.services.gateway.conftest import Running, StartGateway
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 
-HEADERS, RST_STREAM, SETTINGS = 1, 3, 4  # types of frames of HTTP/2
-END_HEADERS = 4
+DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4  # types of frames of HTTP/2
+END_STREAM, END_HEADERS = 1, 4
 OK_OF_GRPC = b"\x88\x5f\x10application/grpc"  # :status 200, content-type
 
 
@@ -293,12 +293,13 @@ class TestAsyncClient:
 
         assert progress.lost(error, 1.0) > 0.0
 
-    async def test_a_stream_that_a_proxy_resets_goes_to_the_next_address(
-        self, running: Running, scheduler: FakeScheduler
+    @pytest.mark.parametrize("how", ["by a reset, as nginx", "without a status, as HAProxy"])
+    async def test_a_stream_that_a_proxy_cuts_goes_to_the_next_address(
+        self, running: Running, scheduler: FakeScheduler, how: str
     ) -> None:
-        """So nginx and others end the streams of a gateway that died. gRPC makes INTERNAL of it."""
+        """So proxies end the streams of a gateway that died. gRPC makes INTERNAL or UNKNOWN of it."""
 
-        async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(asyncio.IncompleteReadError):
                 await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
                 writer.write(frame(SETTINGS))
@@ -308,9 +309,12 @@ class TestAsyncClient:
                     if head[3] == HEADERS:
                         stream = int.from_bytes(head[5:])
                         writer.write(frame(HEADERS, OK_OF_GRPC, flags=END_HEADERS, stream=stream))
-                        writer.write(frame(RST_STREAM, (2).to_bytes(4), stream=stream))
+                        if "reset" in how:
+                            writer.write(frame(RST_STREAM, (2).to_bytes(4), stream=stream))
+                        else:
+                            writer.write(frame(DATA, flags=END_STREAM, stream=stream))
 
-        proxy = await asyncio.start_server(reset, "127.0.0.1")
+        proxy = await asyncio.start_server(cut, "127.0.0.1")
         port = proxy.sockets[0].getsockname()[1]
         async with proxy, AsyncClient([f"127.0.0.1:{port}", address(running)], retry_s=30) as client:
             answer = asyncio.create_task(client.generate("x"))
