@@ -63,6 +63,10 @@ export class Client {
   constructor(address: string | readonly string[] = "127.0.0.1:50051", options: ClientOptions = {}) {
     const addresses = typeof address === "string" ? [address] : address;
     if (addresses.length === 0) throw new TypeError("a client needs the address of a gateway");
+    if (/[^\x20-\x7e]/.test(options.apiKey ?? "")) {
+      // Not by gRPC, whose error has the key in it.
+      throw new TypeError("an API key has printable ASCII characters only; this one has others, such as a line break at its end");
+    }
     const metadata = new Metadata();
     for (const [name, value] of Object.entries(options.metadata ?? {})) metadata.add(name, value);
     if (options.apiKey) metadata.set("authorization", `Bearer ${options.apiKey}`);

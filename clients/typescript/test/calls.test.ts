@@ -252,6 +252,14 @@ test("this machine is dialled directly, whatever proxy the environment names", a
   assert.equal((await direct.models()).length, 1);
 });
 
+test("a key that no header can hold is refused, and the error does not have it", () => {
+  assert.throws(() => new Client(address, { apiKey: "laps-sd-secret\n" }), (error) => {
+    assert.ok(error instanceof TypeError && error.message.includes("a line break at its end"));
+    assert.doesNotMatch(error.message, /secret/);
+    return true;
+  });
+});
+
 test("a client needs an address", () => {
   assert.throws(() => new Client([]), TypeError);
 });
