@@ -6,6 +6,8 @@ import { fromBinary, toBinary, type DescMessage, type DescMethodServerStreaming,
 import { Client, Metadata, credentials, type CallOptions, type ChannelCredentials } from "@grpc/grpc-js";
 
 const MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
+/** Longest time limit that is one: over one that its header cannot hold, or that is no number, gRPC ends the process. */
+const LONGEST_MS = 1e12;
 const LOOPBACK = /^(localhost|127(\.\d+){3}|\[::1\]):\d+$/;
 
 /** PEM files. `ca` verifies the gateway, without it Node's roots do; with `cert` and `key` this client identifies itself. */
@@ -121,7 +123,7 @@ function wire<I extends DescMessage, O extends DescMessage>(
 }
 
 function callOptions({ timeoutMs }: CallLimits): CallOptions {
-  return timeoutMs === Infinity ? {} : { deadline: new Date(Date.now() + timeoutMs) };
+  return timeoutMs <= LONGEST_MS ? { deadline: new Date(Date.now() + timeoutMs) } : {};
 }
 
 function channelCredentials(tls: Tls | undefined): ChannelCredentials {

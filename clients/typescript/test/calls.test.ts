@@ -195,6 +195,13 @@ test("the hard deadline ends the call and the request", async () => {
   if (id) assert.equal((await client.explain(id)).state, Explanation_State.ENDED);
 });
 
+for (const timeoutMs of [Infinity, Number.MAX_SAFE_INTEGER, NaN]) {
+  test(`a time limit without end is none: ${timeoutMs}`, async () => {
+    assert.equal((await client.models({ timeoutMs })).length, 1);
+    assert.equal((await client.generate("Once", { maxTokens: 3, ignoreEos: true, timeoutMs })).tokenIds.length, 3);
+  });
+}
+
 test("tokens and back, and the models", async () => {
   const ids = await client.tokenize("Once upon a time");
   assert.ok(ids.length > 0);
