@@ -35,7 +35,7 @@ export type Format =
   | { readonly regex: string }
   | { readonly grammar: string };
 
-type SamplingFields = Omit<Fields<typeof SamplingParamsSchema>, "seed" | "badWordsIds">;
+type SamplingFields = Omit<Fields<typeof SamplingParamsSchema>, "seed" | "stop" | "badWords" | "badWordsIds">;
 type ChatFields = Omit<Fields<typeof ChatMessagesSchema>, "messages">;
 type RequestFields = Omit<
   Fields<typeof GenerateRequestSchema>,
@@ -46,6 +46,10 @@ type RequestFields = Omit<
 export interface Options extends SamplingFields, ChatFields, RequestFields {
   /** Same seed, same prompt, same settings: same text. */
   seed?: number | bigint;
+  /** One text or several that end the output. */
+  stop?: string | readonly string[];
+  /** One text or several that the output may not contain. */
+  badWords?: string | readonly string[];
   /** Token ids of words that the output may not contain. */
   badWordsIds?: readonly (readonly number[])[];
   /** Hard deadline by the gateway's clock, also while no client is connected. `timeoutMs` limits the call. */
@@ -70,10 +74,12 @@ const SCHEMAS = new Map(
 
 /** Returns the message for a prompt and its options. Absent options stay absent. Throws TypeError for an unknown option. */
 export function makeRequest(prompt: Prompt, options: Options = {}): GenerateRequest {
-  const { seed, badWordsIds, deadline, speculation, drafter, outputFormat, ...plain } = options;
+  const { seed, stop, badWords, badWordsIds, deadline, speculation, drafter, outputFormat, ...plain } = options;
   const fields = sorted({
     ...plain,
     seed: seed === undefined ? undefined : BigInt(seed),
+    stop: listOf(stop),
+    badWords: listOf(badWords),
     badWordsIds: badWordsIds?.map((ids) => ({ ids: [...ids] })),
     deadlineUnixMs: deadline === undefined ? undefined : BigInt(deadline.getTime()),
   });
@@ -106,9 +112,17 @@ function sorted(options: object): Map<DescMessage, Record<string, unknown>> {
   return found;
 }
 
+/** A text by itself is one of the list, not a list of its characters. */
+function listOf(texts: string | readonly string[] | undefined): string[] | undefined {
+  return typeof texts === "string" ? [texts] : texts && [...texts];
+}
+
 function promptOf(prompt: Prompt, chat?: Record<string, unknown>): GenerateRequest["prompt"] {
   if (typeof prompt !== "string" && typeof prompt[0] !== "number") {
     const messages = [...prompt] as ChatMessageInit[];
+    if (messages.some(({ content }) => typeof (content ?? "") !== "string")) {
+      throw new TypeError("the content of a message must be a text"); // protobuf would make "[object Object]" of parts
+    }
     return { case: "messages", value: create(ChatMessagesSchema, { ...chat, messages }) };
   }
   if (chat) throw new TypeError(`${Object.keys(chat).join(", ")}: only for a prompt of chat messages`);

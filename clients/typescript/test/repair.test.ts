@@ -327,6 +327,12 @@ test("a request says what the caller said and no more", () => {
     made("hi", { outputFormat: { jsonSchema: { type: "object" } } }),
     plain({ prompt: text, outputFormat: { format: { case: "jsonSchema", value: '{"type":"object"}' } } }),
   );
+  assert.deepEqual(
+    made("hi", { stop: "END", badWords: "no" }),
+    plain({ prompt: text, sampling: { stop: ["END"], badWords: ["no"] } }),
+  );
+  const parts = [{ role: "user", content: [{ type: "text", text: "hi" }] }] as unknown as Parameters<typeof makeRequest>[0];
+  assert.throws(() => makeRequest(parts), { name: "TypeError", message: "the content of a message must be a text" });
   assert.throws(() => makeRequest("hi", { maxToken: 3 } as Options), /unknown option maxToken/);
   assert.throws(() => makeRequest("hi", { continueFinalMessage: true }), /continueFinalMessage: only for a prompt of chat messages/);
 });
