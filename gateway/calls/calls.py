@@ -84,6 +84,8 @@ class Calls:
         self._shards = shards
         self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
         self._submissions = Submissions(settings, model, self._prompts)
+        self._long_outputs = asyncio.Semaphore(1)
+        """Of Detokenize: one at a time, so that threads are left for prompts."""
         self._open = 0
         """Outputs of the calls that are admitted, also before their streams are open."""
         self._refused = StreamTurns()
@@ -217,7 +219,8 @@ class Calls:
         text = Detokenizer(self.model.decode, silent_ids=silent_ids)
         if len(ids) < THREAD_FROM_TOKENS:
             return text.feed(ids) + text.finish()
-        return await asyncio.to_thread(lambda: text.feed(ids) + text.finish())
+        async with self._long_outputs:
+            return await asyncio.to_thread(lambda: text.feed(ids) + text.finish())
 
     @contextmanager
     def refusals(self, caller: Caller) -> Iterator[None]:
