@@ -182,8 +182,7 @@ class Shards:
         Raises the first shard's refusal, or Unavailable after `wait_s`.
         """
         tried: set[str] = set()
-        candidates = self._open()
-        link = self._least_wait([link for link in candidates if link.connected] or candidates)
+        link = self._best(self._open())
         first: LapsSdError | None = None
         while True:
             tried.add(link.shard)
@@ -217,8 +216,14 @@ class Shards:
             return link if refused.shard not in tried else None
         if refused.reason in OF_ONE_SHARD:
             others = [link for link in self._open() if link.connected and link.shard not in tried]
-            return self._least_wait(others) if others else None
+            return self._best(others) if others else None
         return None
+
+    def _best(self, links: list[ShardLink]) -> ShardLink:
+        """Return the link with the shortest expected wait of those that would accept a request; without one, of
+        the connected ones, and without one of these, of all."""
+        accepting = [link for link in links if not link.refusal]
+        return self._least_wait(accepting or [link for link in links if link.connected] or links)
 
     def _least_wait(self, links: list[ShardLink]) -> ShardLink:
         """Return the link with the shortest expected wait. Equal waits: the link with fewer requests since

@@ -191,6 +191,21 @@ class TestTheChoice:
 
         assert Counter([await shop.submit() for _ in range(9)]) == {"s0": 3, "s1": 3, "s2": 3}
 
+    async def test_avoids_a_shard_that_would_refuse(self, shop: Shop) -> None:
+        """Its leader may take seconds to refuse, where its record does not answer."""
+        refusing = load(backlog_s=0)
+        refusing.refuses.detail = "the record cannot be written"
+        s0 = await shop.add("s0", load=refusing)
+        await shop.add("s1", load=load(backlog_s=1000))
+        await shop.open()
+
+        assert await shop.submit() == "s1"
+        assert s0.all_heard("submit") == []
+
+        s0.load = load(backlog_s=0)
+        await shop.knows("s0")
+        assert await shop.submit() == "s0"
+
     async def test_avoids_a_shard_without_a_leader(self, shop: Shop) -> None:
         await shop.add("s0", load=load(backlog_s=0))
         await shop.add("s1", load=load(backlog_s=1000))
