@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -18,12 +19,14 @@ from scheduler_svc.core.events import (
     Recovered,
     ResidencyChange,
     WorkerFacts,
+    WorkerLost,
     WorkerUp,
 )
 from scheduler_svc.core.placement.placement import MOST_LISTS_REFRESHED
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
+from scheduler_svc.core.state.queue import MOST_KEPT
 from scheduler_svc.core.state.request import Request
 from tests.core.test_scheduler import W, did, report, request
 
@@ -96,21 +99,50 @@ class TestWhoGetsIt:
         assert [worker_of(scheduler, f"s{i}") for i in range(3)] == ["b", "b", None]
         assert [worker_of(scheduler, f"r{i:02d}") for i in range(4)] == ["a", "a", None, None]
 
+    @pytest.mark.parametrize("fair", [False, True])
     @pytest.mark.parametrize("fits", [False, True])
-    def test_the_many_that_wait_for_a_larger_worker_are_not_looked_at_in_each_step(self, fits: bool) -> None:
-        scheduler = core("fcfs")
+    def test_the_many_that_wait_for_a_larger_worker_are_not_looked_at_in_each_step(
+        self, fits: bool, fair: bool
+    ) -> None:
+        """Before those that fit the small worker come 500 others. When its list is full, one of a lower priority is after
+        what the large worker has.
+        """
+        scheduler = core("fcfs", tenant_fairness=fair)
         looked_at = scheduler._shard.requests = CountedReads()
         scheduler.step(0.0, [WorkerUp(named("a", 1), ()), WorkerUp(named("b", 4, max_length=64), ())])
-        scheduler.step(1.0, arrivals(500))
+        scheduler.step(1.0, arrivals(500, priority=1))
         looked_at.reads = 0
 
-        for number in range(10):
-            small = {"prompt_tokens": 10, "max_tokens": 20} if fits and not number else {}
+        for number in range(20):
+            small = {"prompt_tokens": 10, "max_tokens": 20} if fits else {}
             scheduler.step(2.0 + number, arrivals(1, 500 + number, **small))
 
-        assert looked_at.reads < (500 + 100 if fits else 100)
-        assert worker_of(scheduler, "r500") == ("b" if fits else None)
+        assert looked_at.reads < 500
+        of = [worker_of(scheduler, f"r{500 + number}") for number in range(20)]
+        assert of == (["b"] * 8 + [None] * 12 if fits else [None] * 20)
         scheduler.check()
+
+    def test_workers_of_many_sizes_come_and_go(self) -> None:
+        """Whatever their order, requests wait for the workers that can hold them, and the queue is in order."""
+        scheduler, rng = core("fcfs"), random.Random(1)
+        names = [f"w{number:02d}" for number in range(80)]
+        scheduler.step(
+            0.0, [Arrived(request(f"r{i:03d}", i, max_tokens=rng.randint(1, 900))) for i in range(300)]
+        )
+        up: set[str] = set()
+        for number in range(400):
+            name = rng.choice(names)
+            if name in up:
+                scheduler.step(1.0 + number, [WorkerLost(name, hung=True)])
+            else:
+                scheduler.step(
+                    1.0 + number, [WorkerUp(named(name, 1, max_length=10 * int(name[1:]) + 100), ())]
+                )
+            up ^= {name}
+            scheduler.check()
+            queued = [entry.request_id for entry in scheduler.queue(0.0, 300) if entry.worker_id is None]
+            assert queued == sorted(queued)
+        assert len(scheduler._shard.queued._bounds) <= MOST_KEPT + len(up)
 
 
 class CountedReads(dict[str, Request]):

@@ -8,10 +8,9 @@ Every decision here ends in a call of the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import islice, takewhile
-from typing import Final
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.estimates.priors import Priors
@@ -32,9 +31,6 @@ priors."""
 SUSPECTS_PER_WORKER = 4
 """Requests that wait to run alone for each worker that is cleared for them. Our choice: a trial takes eight
 rounds, a cleared worker costs up to `QUIET_S` and the KV of the requests that ran there."""
-
-UNBOUNDED: Final = 2**62
-"""Longer than any request, in tokens."""
 
 MOST_LISTS_REFRESHED = 4
 """Lists whose ranks are computed again in one step, because a queued request was about to overtake them."""
@@ -164,10 +160,14 @@ class _QueueHead:
         self._ledger = ledger
         self._left = MOST_REFRESHED
 
-    def at(self, index: int) -> tuple[Request, bool]:
-        """Return the queued request there, and whether its rank uses the newest priors."""
+    def best(self, passed: Collection[int]) -> tuple[Request, bool] | None:
+        """Return the best request that is not in one of the parts `passed` of the queue, and whether its rank uses the
+        newest priors; None if there is none.
+        """
         while True:
-            request = self._shard.queued_at(index)
+            request = self._shard.first_queued(passed)
+            if request is None:
+                return None
             if self._left == 0:
                 return request, not self._ledger.is_stale(request)
             if not self._ledger.refresh(request):
@@ -177,23 +177,18 @@ class _QueueHead:
 
 def _fill(shard: Shard, ledger: Ledger, head: _QueueHead, priors: Priors, router: Router) -> None:
     """Lease queued requests, best rank first, to the worker that the router chooses, until the lists are full."""
-    at, most_tokens, fitting = 0, UNBOUNDED, len(shard.queued)
-    while fitting > 0 and at < len(shard.queued):
-        if next(_with_room(shard), None) is None:
+    passed: set[int] = set()
+    while next(_with_room(shard), None) is not None:
+        found = head.best(passed)
+        if found is None:
             return
-        request, _ = head.at(at)  # an older rank is better than a free place
-        if request.longest_tokens > most_tokens:
-            at += 1
-            continue
+        request, _ = found  # an older rank is better than a free place
         able = partial(_has_room_for, shard, request)
         room = router.best(request, Eligible(_with_room(shard), able, shard, priors))
         if room is None:
-            at += 1  # unequal workers: this one waits for a larger one
-            most_tokens = max([worker.capacity_tokens for worker in _with_room(shard)])
-            fitting = shard.queued_within(most_tokens)
+            passed.add(shard.queued.part_of(request.order_key))  # these wait for a larger worker
         else:
             ledger.lease(request, room)
-            fitting -= 1
 
 
 def _with_room(shard: Shard) -> Iterator[Worker]:
@@ -223,15 +218,13 @@ def _overtake(shard: Shard, ledger: Ledger, head: _QueueHead) -> None:
     priority, or of tenants that are ahead: that does not depend on estimates, and the bound between tenants
     does not allow for a step that waits.
     """
-    at = refreshed = 0
-    too_long = UNBOUNDED
-    while at < len(shard.queued):
-        request, fresh = head.at(at)
+    refreshed = 0
+    passed: set[int] = set()
+    while (found := head.best(passed)) is not None:
+        request, fresh = found
         key = request.key_now if fresh else last_of_class(request.key_now)
-        worker = None
-        if request.longest_tokens < too_long:
-            full_lists = shard.worker_orders.full_lists_after(key)
-            worker = next((worker for worker in full_lists if worker.holds(request)), None)
+        full_lists = shard.worker_orders.full_lists_after(key)
+        worker = next((worker for worker in full_lists if worker.holds(request)), None)
         if worker is not None:
             if refreshed < MOST_LISTS_REFRESHED and _refresh_list(worker, ledger):
                 refreshed += 1  # compare like with like: look again
@@ -240,9 +233,7 @@ def _overtake(shard: Shard, ledger: Ledger, head: _QueueHead) -> None:
         elif not shard.worker_orders.some_full_list_after(key):
             return
         else:
-            at += 1  # unequal workers: this one waits for a larger one
-            if fresh and request.longest_tokens < too_long:
-                too_long = request.longest_tokens  # after the next keys end the same lists, or fewer
+            passed.add(shard.queued.part_of(request.order_key))  # these wait for a larger worker
 
 
 def _refresh_list(worker: Worker, ledger: Ledger) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from scheduler_svc.core.rank import AHEAD, OrderKey
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.sorted_keys import SortedKeys
-from scheduler_svc.core.state.tenants import TenantOrder
+from scheduler_svc.core.state.tenants import Account, TenantOrder
 
 
 class Reserve:
@@ -59,6 +59,11 @@ class Reserve:
             self._reserved.remove(age_key)
             self._unreserved.add(age_key)
 
+    def turned(self, account: Account) -> None:
+        """Update the order after a change of a tenant's turn."""
+        if isinstance(self._unreserved, TenantOrder):
+            self._unreserved.turned(account)
+
     def next_move(self) -> tuple[OrderKey, bool] | None:
         """Return the next move that the invariant needs, as the arguments of `move`; None if it holds."""
         reserved, unreserved = self._reserved, self._unreserved
@@ -66,7 +71,7 @@ class Reserve:
             return next(reversed(reserved)), False
         if not unreserved:
             return None
-        oldest = unreserved.at(0)
+        oldest = unreserved.first()
         if len(reserved) < self.total and not oldest[0] & AHEAD:
             return oldest, True
         # A request that came back from the record, or whose tenant's turn came, may be older than a reserved

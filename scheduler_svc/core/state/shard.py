@@ -15,12 +15,14 @@ drift apart. One thing comes from outside: `Scheduler` sets the cost of a round,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.events import WorkerFacts
 from scheduler_svc.core.rank import OrderKey, RankKey
 from scheduler_svc.core.state.arriving import ArrivingWork
 from scheduler_svc.core.state.caches import Caches
+from scheduler_svc.core.state.queue import Queue
 from scheduler_svc.core.state.request import Request
 from scheduler_svc.core.state.reserve import Reserve
 from scheduler_svc.core.state.sorted_keys import SortedKeys
@@ -39,13 +41,10 @@ class Shard:
         self.caches = Caches(self.workers)
         self._accounts = Accounts()
         """Empty while there is no fairness between tenants."""
-        self._by_tenant: list[TenantOrder] = []
-        """The orders of queued and of unreserved requests, with fairness between tenants."""
         self._listed_of: dict[Account, dict[str, Request]] = {}
         """The requests on lists, by account, with fairness between tenants."""
-        self.queued = self._new_order(tenant_fairness)
-        self._queued_lengths: dict[int, int] = {}
-        """Number of queued requests by the most tokens that they may have."""
+        self._tenant_fairness = tenant_fairness
+        self.queued = Queue(self._new_order, lambda request_id: self.requests[request_id].longest_tokens)
         self.parked: dict[str, Request] = {}
         self.suspects: dict[str, Request] = {}
         """Requests without a worker that must run alone, the longest waiting first."""
@@ -60,7 +59,7 @@ class Shard:
         self.running = 0
         self.preemptions = 0
         self._reserved_share = reserved_share
-        self._reserve = Reserve(self._new_order(tenant_fairness))
+        self._reserve = Reserve(self._new_order())
         self.reserved_queued: dict[str, Request] = {}
         """Reserved requests in the queue: they go onto a list whatever their rank."""
         self._shares_changed = False
@@ -69,11 +68,8 @@ class Shard:
         self.longest_tokens = 0
         """The longest context that any worker could hold for which requests can wait."""
 
-    def _new_order(self, tenant_fairness: bool) -> SortedKeys[OrderKey] | TenantOrder:
-        if not tenant_fairness:
-            return SortedKeys()
-        self._by_tenant.append(TenantOrder(self._account_of))
-        return self._by_tenant[-1]
+    def _new_order(self) -> SortedKeys[OrderKey] | TenantOrder:
+        return TenantOrder(self._account_of) if self._tenant_fairness else SortedKeys()
 
     def _account_of(self, request_id: str) -> Account:
         account = self.requests[request_id].account
@@ -85,7 +81,7 @@ class Shard:
     def enter(self, request: Request) -> None:
         """Add a ranked request: to the queue, or to the list of the worker that it names."""
         self.requests[request.request_id] = request
-        if self._by_tenant:
+        if self._tenant_fairness:
             request.account = self._accounts.open(request.facts.priority, request.facts.tenant)
         self._reserve.add(request)
         self._count(request, +1)
@@ -157,16 +153,16 @@ class Shard:
             self.queued.remove(before)
             self.queued.add(request.order_key)
 
-    def queued_at(self, index: int) -> Request:
-        """Return the queued request with `index` better ones; its order key becomes that of its tenant's present turn."""
-        key = self.queued.at(index)
+    def first_queued(self, passed: Collection[int]) -> Request | None:
+        """Return the best queued request that is not in one of the parts `passed` of the queue; its order key becomes
+        that of its tenant's present turn.
+        """
+        key = self.queued.first(passed)
+        if key is None:
+            return None
         request = self.requests[key[-1]]
         request.order_key = key
         return request
-
-    def queued_within(self, tokens: int) -> int:
-        """Return the number of queued requests that never have more than these tokens."""
-        return sum([count for longest, count in self._queued_lengths.items() if longest <= tokens])
 
     def waits(self, request: Request) -> bool:
         """Return whether it waits for its turn, in the queue or on a list: neither running, nor parked, nor a
@@ -208,8 +204,8 @@ class Shard:
     def take_turns(self) -> None:
         """Move the requests of the tenants whose turn came or went by the events of this step."""
         for account in self._accounts.settle():
-            for order in self._by_tenant:
-                order.turned(account)
+            self.queued.turned(account)
+            self._reserve.turned(account)
             for request in self._listed_of.get(account, {}).values():
                 self.rerank(request, request.rank)
             if account.ahead:
@@ -249,7 +245,7 @@ class Shard:
             self._leave_reserve(request)
         elif request.longest_tokens <= self.capacity_tokens:
             self.queued.add(request.order_key)
-            self._count_queued(request, +1)
+            self._count_waiting(request, +1)
             if request.reserved:
                 self.reserved_queued[request.request_id] = request
         else:
@@ -263,14 +259,7 @@ class Shard:
             self._reserve.add(request)
             return
         self.queued.remove(request.order_key)
-        self._count_queued(request, -1)
-
-    def _count_queued(self, request: Request, more: int) -> None:
-        tokens = request.longest_tokens
-        self._queued_lengths[tokens] = self._queued_lengths.get(tokens, 0) + more
-        if not self._queued_lengths[tokens]:
-            del self._queued_lengths[tokens]
-        self._count_waiting(request, more)
+        self._count_waiting(request, -1)
 
     def _count_waiting(self, request: Request, more: int) -> None:
         if request.account is not None:
@@ -330,12 +319,13 @@ class Shard:
         """Update the orders for a worker that came up, was lost, began to drain, or has other facts."""
         self._list_changed(worker)
         self.longest_tokens = max((w.capacity_tokens for w in self.workers.values() if w.stays), default=0)
-        capacity = max((w.capacity_tokens for w in self.workers.values() if w.takes_work), default=0)
-        before, self.capacity_tokens = self.capacity_tokens, capacity
-        if capacity > before:
+        capacities = sorted({w.capacity_tokens for w in self.workers.values() if w.takes_work})
+        before, self.capacity_tokens = self.capacity_tokens, capacities[-1] if capacities else 0
+        too_long = self.queued.set_capacities(capacities)
+        if self.capacity_tokens > before:
             self._unpark()
-        elif capacity < before:
-            self._park()
+        elif too_long:
+            self._park([self.requests[key[-1]] for key in too_long])
         self._shares_changed = True
 
     def _unpark(self) -> None:
@@ -347,19 +337,16 @@ class Shard:
         self.queued.add_all([request.order_key for request in requests])
         for request in requests:
             del self.parked[request.request_id]
-            self._count_queued(request, +1)
+            self._count_waiting(request, +1)
 
-    def _park(self) -> None:
-        """Park the queued requests that no worker can hold any more, all together."""
-        queued = [self.requests[key[-1]] for key in self.queued]
-        requests = [request for request in queued if request.longest_tokens > self.capacity_tokens]
-        self.queued.remove_all([request.order_key for request in requests])
+    def _park(self, requests: Sequence[Request]) -> None:
+        """Park requests that were queued, and that no worker can hold any more."""
         self._reserve.remove_all(requests)
         for request in requests:
             self.reserved_queued.pop(request.request_id, None)
             request.reserved, request.entry = False, None
             self.parked[request.request_id] = request
-            self._count_queued(request, -1)
+            self._count_waiting(request, -1)
 
     def worker_lost(self, worker: Worker) -> None:
         """Mark a worker as lost: it takes no more work, and is forgotten as soon as it has no members."""
@@ -420,7 +407,7 @@ class Shard:
         self._accounts.check()
         queued = {key[-1] for key in self.queued}
         assert list(self.queued) == sorted(self.requests[i].key_now for i in queued)
-        assert self._queued_lengths == Counter(self.requests[i].longest_tokens for i in queued)
+        self.queued.check()
         by_account = {i: account for account, listed in self._listed_of.items() for i in listed}
         assert by_account == {
             i: r.account for i, r in self.requests.items() if r.account is not None and r.worker is not None

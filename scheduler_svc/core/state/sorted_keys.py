@@ -100,10 +100,10 @@ class SortedKeys(Generic[Key]):
         before = sum(len(block) for block in self._blocks[:at])
         return before + (bisect_left(self._blocks[at], key) if at < len(self._blocks) else 0)
 
-    def at(self, index: int) -> Key:
-        """Return the key with `index` smaller ones; raise IndexError if there is none."""
-        for block in self._blocks:
-            if index < len(block):
-                return block[index]
-            index -= len(block)
-        raise IndexError(index)
+    def first(self) -> Key:
+        """Return the smallest key; raise IndexError if there is none."""
+        return self._blocks[0][0]
+
+    def last(self) -> Key:
+        """Return the greatest key; raise IndexError if there is none."""
+        return self._last[-1]

@@ -159,12 +159,12 @@ class _Contest:
                 self._retire(account)
         self._pass_over(turn_s)
         for order in (self._ahead, self._debts):
-            while order and (not self.waiting or order.at(0)[0] <= self.mark_s):
-                account = self.accounts[order.at(0)[1]]
+            while order and (not self.waiting or order.first()[0] <= self.mark_s):
+                account = self.accounts[order.first()[1]]
                 self._catch_up(account)
                 turned.append(account)
-        while self._content and self._content.at(0)[0] < self.mark_s:
-            account = self.accounts[self._content.at(0)[1]]
+        while self._content and self._content.first()[0] < self.mark_s:
+            account = self.accounts[self._content.first()[1]]
             account.behind = True
             self._place(account)
             turned.append(account)
@@ -196,7 +196,7 @@ class _Contest:
 
     def _move_mark(self) -> None:
         if self.waiting:
-            self.mark_s = self.waiting.at(0)[0]
+            self.mark_s = self.waiting.first()[0]
 
     def _pass_over(self, turn_s: float) -> None:
         """Raise the service of those that cannot use their turn: what they lack would be the others' excess for ever,
@@ -204,10 +204,10 @@ class _Contest:
         """
         if not self._ahead:
             return
-        most_s, _ = next(reversed(self._ahead))
-        while self.waiting and self.waiting.at(0)[0] < most_s - MOST_TURNS * turn_s:
-            account = self.accounts[self.waiting.at(0)[1]]
-            self.waiting.remove((self.waiting.at(0)[0], account.tenant))
+        most_s, _ = self._ahead.last()
+        while self.waiting and self.waiting.first()[0] < most_s - MOST_TURNS * turn_s:
+            account = self.accounts[self.waiting.first()[1]]
+            self.waiting.remove((self.waiting.first()[0], account.tenant))
             account.served_s = most_s - MOST_TURNS * turn_s
             self._add_waiting(account)
             self._place(account)
@@ -279,9 +279,6 @@ class TenantOrder:
         self._heads: SortedKeys[OrderKey] = SortedKeys()
         self._head_of: dict[Account, OrderKey] = {}
         self._size = 0
-        self._walk: Iterator[OrderKey] | None = None
-        self._walked: list[OrderKey] = []
-        """The first keys of the present order, as far as `at` has read them."""
 
     def __len__(self) -> int:
         return self._size
@@ -338,27 +335,14 @@ class TenantOrder:
             for account, queue in self._queues.items()
         )
 
-    def at(self, index: int) -> OrderKey:
-        """Return the key with `index` smaller ones; raise IndexError if there is none. To continue from the
-        last index is cheap.
-        """
-        if index == 0:
-            return self._heads.at(0)
-        if self._walk is None:
-            self._walk = iter(self)
-        while len(self._walked) <= index:
-            key = next(self._walk, None)
-            if key is None:
-                raise IndexError(index)
-            self._walked.append(key)
-        return self._walked[index]
+    def first(self) -> OrderKey:
+        """Return the smallest key; raise IndexError if there is none."""
+        return self._heads.first()
 
     def turned(self, account: Account) -> None:
         """Update the heads after a change of the account's queue or of its turn."""
-        self._walk = None
-        self._walked.clear()
         queue = self._queues.get(account)
-        head = _in_turn_of(account, queue.at(0)) if queue is not None else None
+        head = _in_turn_of(account, queue.first()) if queue is not None else None
         before = self._head_of.pop(account, None)
         if before is not None:
             self._heads.remove(before)

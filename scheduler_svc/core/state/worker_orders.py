@@ -94,7 +94,7 @@ class WorkerOrders:
     def some_full_list_after(self, key: OrderKey) -> bool:
         """Return whether there is such a worker."""
         self._refresh_cuts()
-        return bool(self._cuts) and self._cuts.at(len(self._cuts) - 1)[:3] >= key
+        return bool(self._cuts) and self._cuts.last()[:3] >= key
 
     def list_changed(self, worker: Worker) -> None:
         """Update the orders after a change of a worker's list, or of whether it takes work."""
