@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections import Counter
 from dataclasses import replace
 
@@ -23,11 +24,13 @@ from scheduler_svc.core.events import (
     WorkerUp,
 )
 from scheduler_svc.core.placement.placement import MOST_LISTS_REFRESHED
+from scheduler_svc.core.placement.routing import MOST_COMPARED
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.queue import MOST_KEPT
 from scheduler_svc.core.state.request import Request
+from scheduler_svc.core.state.worker import Worker
 from tests.core.test_scheduler import W, did, report, request
 
 
@@ -380,6 +383,55 @@ class TestAFreeSlot:
         scheduler = core("fcfs")
         scheduler.step(0.0, [WorkerUp(named("w", 1), ()), *arrivals(2)])
         assert leased(scheduler.step(1.0, [WorkerUp(named("v", 1, max_length=64), ())])) == {}  # type: ignore[arg-type]
+
+    def looks(self, workers: int, why: str, monkeypatch: pytest.MonkeyPatch) -> int:
+        """Return how many requests a report has compared with a worker. Each of as many workers has four requests that
+        wait, and as many others have free slots for none of them.
+        """
+        scheduler, sizes = (
+            core("fcfs"),
+            dict.fromkeys(("max_length", "target_blocks", "draft_blocks"), 100_000),
+        )
+        more = {"prompt_tokens": 25_610, "max_tokens": 5} if why == "cached" else {}
+        for number in range(workers):
+            blocks = (
+                b"".join(struct.pack("<Q", 1000 * number + block) for block in range(400)) if more else b""
+            )
+            scheduler.step(0.0, [WorkerUp(named(f"w{number}", 4, **sizes), (), blocks)])
+            scheduler.step(0.0, arrivals(8, 8 * number, **more, prompt_blocks=blocks))
+        assert {view.listed for view in scheduler.workers()} == {8}
+        sizes["max_length"] = 64 if why == "too_long" else 100_000
+        scheduler.step(1.0, [WorkerUp(named(f"v{number}", 4, **sizes), ()) for number in range(workers)])
+        counted, holds = Counter[bool](), Worker.holds
+
+        def count(worker: Worker, request: Request) -> bool:
+            counted[True] += 1
+            return holds(worker, request)
+
+        monkeypatch.setattr(Worker, "holds", count)
+        scheduler.step(2.0, [report(*(did(f"r{i:02d}", 0, 1) for i in range(4)), worker_id="w0")])
+        monkeypatch.undo()
+        assert {view.listed for view in scheduler.workers()} == {8, 0}
+        return counted[True]
+
+    @pytest.mark.parametrize("why", ["too_long", "cached"])
+    def test_a_report_does_not_compare_all_workers_with_each_other(
+        self, why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        few, many = (self.looks(workers, why, monkeypatch) for workers in (16, 32))
+        assert many <= 1.5 * few + 10
+
+    def test_one_that_comes_looks_at_the_longest_lists_and_the_others_at_the_next_report(self) -> None:
+        scheduler = core("fcfs", list_factor=4)
+        scheduler.step(0.0, [WorkerUp(named(f"l{number:02d}", 1), ()) for number in range(MOST_COMPARED)])
+        scheduler.step(0.0, arrivals(4 * MOST_COMPARED, 10))
+        scheduler.step(0.0, [WorkerUp(named("w", 1, max_length=64), ())])
+        scheduler.step(0.0, arrivals(2, prompt_tokens=10, max_tokens=20))
+        for number in range(2 * MOST_COMPARED):
+            scheduler.step(1.0, [WorkerUp(named(f"s{number:02d}", 1, max_length=20), ())])
+        assert leased(scheduler.step(1.0, [WorkerUp(named("v", 1, max_length=64), ())])) == {}  # type: ignore[arg-type]
+        commands = scheduler.step(2.0, [report(did("r00", 0, 1), worker_id="w")])
+        assert leased(commands) == {"v": 1}  # type: ignore[arg-type]
 
 
 class TestTheReservedShare:

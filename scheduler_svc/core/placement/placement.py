@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import islice, takewhile
+from typing import Final
 
 from laps_sd.contract.choose import Residency
 from scheduler_svc.core.estimates.priors import Priors
@@ -34,6 +35,9 @@ rounds, a cleared worker costs up to `QUIET_S` and the KV of the requests that r
 
 MOST_LISTS_REFRESHED = 4
 """Lists whose ranks are computed again in one step, because a queued request was about to overtake them."""
+
+MOST_TOKENS: Final = 2**62
+"""More than any request has."""
 
 MOVE_SAVES = 10.0
 """A move of a running request must save this many times what it costs: both are estimates, and a request that
@@ -258,12 +262,31 @@ def _release_overflow(shard: Shard, ledger: Ledger, settings: CoreSettings) -> N
 def _steal(shard: Shard, ledger: Ledger, priors: Priors) -> None:
     """Move requests to workers with a free slot from workers that have them listed and do not run them.
     The queue has nothing for the workers with a free slot.
+
+    Between two workers that no event of this step was about there is nothing new. So only those it was about look at
+    the longest lists, and the others at theirs: the cost of a step does not grow with the pairs of workers.
     """
     if not _has_victims(shard):
         return
+    orders = shard.worker_orders
+    crowded = [worker for worker in shard.touched.values() if worker.takes_work and _is_crowded(worker)]
+    crowded.sort(key=orders.turn_s, reverse=True)
+    shortest = {worker.worker_id: _shortest_waiting(worker) for worker in crowded}
+    short = [worker for worker in shard.touched.values() if worker.worker_id in shard.short_of_blocks]
+    looked = 0
     for thief in list(_with_free_slots(shard)):
+        if thief.worker_id in shard.touched:
+            longest = takewhile(_is_crowded, orders.by_load_reversed())
+            victims = list(islice(longest, MOST_COMPARED))
+            lacking = list(islice(shard.short_of_blocks.values(), MOST_COMPARED))
+        else:
+            victims = [worker for worker in crowded if shortest[worker.worker_id] <= thief.capacity_tokens]
+            lacking = short
+            if not (victims or lacking) or looked == MOST_COMPARED:
+                continue
+            looked += 1
         while len(thief.members) < thief.slots:
-            request = _best_to_steal(shard, thief, priors)
+            request = _best_to_steal(victims, lacking, thief, shard, priors)
             if request is None:
                 break
             ledger.move(request, thief, "which had a free slot")
@@ -326,20 +349,33 @@ def _with_free_slots(shard: Shard) -> Iterator[Worker]:
         yield worker
 
 
-def _best_to_steal(shard: Shard, thief: Worker, priors: Priors) -> Request | None:
-    """Return a request of the longest list or the next ones; if there is none, one of a list that is short
-    enough but lacks KV blocks.
+def _is_crowded(worker: Worker) -> bool:
+    """Return whether requests wait for a slot there."""
+    return len(worker.members) > worker.slots
+
+
+def _shortest_waiting(worker: Worker) -> int:
+    """Return the most tokens that the shortest of its requests that do not run may have; `MOST_TOKENS` without any."""
+    waiting = [request.longest_tokens for request in worker.members.values() if not request.running]
+    return min(waiting, default=MOST_TOKENS)
+
+
+def _best_to_steal(
+    victims: list[Worker], lacking: list[Worker], thief: Worker, shard: Shard, priors: Priors
+) -> Request | None:
+    """Return a request of the first of the victims, which have long lists, or the next ones; if there is none, one
+    of a list that is short enough but lacks KV blocks.
     """
-    for victim in takewhile(
-        lambda worker: len(worker.members) > worker.slots, shard.worker_orders.by_load_reversed()
-    ):
+    for victim in victims:
+        if not _is_crowded(victim):
+            continue  # others were taken before
         able = [request for request in victim.in_order if not request.running and thief.holds(request)]
         if any(request.cached_tokens for request in able):
             able = _gaining(able, victim, thief, shard, priors)
         if able:
             # Requests without KV move at no cost; best rank first among equals.
             return min(able, key=lambda request: request.residency)
-    for victim in shard.short_of_blocks.values():
+    for victim in lacking:
         for request in victim.waiting_for_blocks:
             if thief.holds(request) and thief.has_blocks_for(request):
                 return request
