@@ -93,7 +93,7 @@ class WorkerSettings(ServingSettings, LinkSettings):
     deterministic: bool | None = field(
         None,
         help="Make the text independent of batch and preemption, bit for bit; empty: on CPUs in float32, and "
-        "in bfloat16 where the kernels in C compute all of the target; GPUs cannot",
+        "in bfloat16 where the kernels in C compute all of the target; GPUs and mixtures of experts cannot",
     )
     threads: int | None = field(
         None,

@@ -330,6 +330,16 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
         load_pair(pair[0], max_length=64, lean=False)
 
 
+def test_experts_are_not_called_deterministic(tmp_path: Path) -> None:
+    """The rows of an expert are one product, whose bits depend on their number, which depends on the batch."""
+    directory = write_model(tmp_path, WORKING["mixtral"], seed=0)
+    assert (
+        load_pair(directory, max_length=64, draft_len=2).facts[1].endswith("the text may depend on the batch")
+    )
+    with pytest.raises(ModelError, match="deterministic needs a target model without experts"):
+        load_pair(directory, max_length=64, draft_len=2, deterministic=True)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_experts_in_half_precision_are_not_refused_for_their_roundings(
     seed: int, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch

@@ -95,8 +95,15 @@ class PackedModel:
         """Take a model over.
 
         `deterministic`: make a row's numbers independent of other rows, on a CPU; None: in float32, and in
-        bfloat16 where `kernels` can compute all.
+        bfloat16 where `kernels` can compute all. Raises ModelError if it is True and the model has experts: the rows
+        of an expert are one product, and their number depends on the batch.
         """
+        experts = _has_experts(model)
+        if deterministic and experts:
+            raise ModelError(
+                f"deterministic needs a {role} model without experts, whose products depend on the batch; leave the "
+                "setting out"
+            )
         self.model = model.eval()
         self.role = role
         self.device: torch.device = next(model.parameters()).device
@@ -113,7 +120,7 @@ class PackedModel:
             self.device, self.dtype, self.shape.head_size
         )
         if deterministic is None:
-            deterministic = (self.device.type == "cpu" and self.dtype == torch.float32) or (
+            deterministic = (self.device.type == "cpu" and self.dtype == torch.float32 and not experts) or (
                 self.dtype == torch.bfloat16
                 and self.by_kernels
                 and LeanModel.serves(model)
