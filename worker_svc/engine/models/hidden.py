@@ -37,20 +37,23 @@ class HiddenRows:
 
 
 def hidden_size(model: Any) -> int | None:
-    """Return the size of a model's hidden state if `taken_from` can read it; None: it cannot."""
+    """Return the size of a model's hidden state if its layers are found, where `taken_from` reads it; else None."""
     size = getattr(model.config.get_text_config(), "hidden_size", None)
     return size if isinstance(size, int) and _layers(model) is not None else None
 
 
 @contextmanager
 def taken_from(model: Any, hidden: HiddenRows) -> Iterator[None]:
-    """Let a forward of transformers' model inside the context fill in `hidden`."""
+    """Let a forward of transformers' model inside the context fill in `hidden`, if its layers get one state of each
+    token: Gemma 3n's get several.
+    """
     layers = _layers(model)
     assert layers is not None, "hidden_size is not None"
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        (residual,) = args[0] if args else kwargs["hidden_states"]  # a batch of one
-        hidden.take(residual)
+        states = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(states, torch.Tensor) and states.dim() == 3 and len(states) == 1:  # a batch of one
+            hidden.take(states[0])
 
     handle = layers[hidden.layer].register_forward_pre_hook(before, with_kwargs=True)
     try:

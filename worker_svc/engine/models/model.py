@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -311,7 +312,11 @@ class PackedModel:
             for n in (CHECKED, 7)
         ]
         lengths = lengths_within(self.model, self._max_length)
-        checks = [_Check((), "", self.shape.reaches, self._plain(texts))]
+        hidden = HiddenRows(self.shape.layers // 2, [0])
+        with nullcontext() if self.hidden_size is None else taken_from(self.model, hidden):
+            checks = [_Check((), "", self.shape.reaches, self._plain(texts))]
+        if hidden.states.shape != (1, self.hidden_size):
+            self.hidden_size = None
         if lengths or self.shape.limits:
             checks.append(self._short_check(lengths, texts))
         self.optimise(lean=lean)
