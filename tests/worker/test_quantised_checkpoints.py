@@ -151,6 +151,10 @@ DAMAGED = {
         lambda tensors, name: tensors.update({f"{name}.g_idx": tensors[f"{name}.g_idx"] + 1}),
         "inputs in groups that do not exist",
     ),
+    "scales of an activation": (
+        lambda tensors, _: tensors.update({"model.layers.0.mlp.act.scales": torch.ones(128)}),
+        r"scales that belong to no weight \(model.layers.0.mlp.act.scales\)",
+    ),
     "another shape": (
         lambda tensors, _: tensors.update({"model.norm.weight": torch.ones(3)}),
         "weights of another shape: model.norm.weight",
