@@ -391,6 +391,17 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
     assert (tmp_path / "ran").exists()
 
 
+def test_code_that_may_run_enters_the_fingerprint(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
+    names = []
+    for trusted in (False, True):
+        for code in ("first = 1", "second = 2"):
+            (directory / "own.py").write_text(code)
+            names.append(load_pair(directory, max_length=64, trust_remote_code=trusted).fingerprint)
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
 def test_the_self_check_finds_a_model_that_returns_other_logits_than_are_wanted(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -229,8 +229,8 @@ def _fingerprint(target: Path, draft: Path | None, options: LoadOptions, eos_ids
         options.dtype,
         str(deterministic),
         ",".join(map(str, sorted(eos_ids))),
-        fingerprint(target),
-        fingerprint(draft) if draft else "-",
+        fingerprint(target, code=options.trust_remote_code),
+        fingerprint(draft, code=options.trust_remote_code) if draft else "-",
     ]
     if options.quantization != "none":
         names += [options.quantization, QUANTISATION_VERSION]

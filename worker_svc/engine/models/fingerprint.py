@@ -10,20 +10,17 @@ HASHED_WHOLE_BYTES = 256 * 2**20  # larger weight files enter the fingerprint by
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 
 
-def fingerprint(directory: Path) -> str:
+def fingerprint(directory: Path, *, code: bool = False) -> str:
     """Return a hash of all that decides a model's logits and the meaning of its ids: configuration, tokenizer
-    and weights.
+    and weights; with `code` the Python files of the directory too, which may run then.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = json.loads((directory / "config.json").read_text())
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
-    files = sorted(
-        p
-        for p in directory.iterdir()
-        if p.suffix in {".safetensors", ".bin", ".gguf"} or p.name == "tokenizer.json"
-    )
+    suffixes = {".safetensors", ".bin", ".gguf", *([".py"] if code else [])}
+    files = sorted(p for p in directory.iterdir() if p.suffix in suffixes or p.name == "tokenizer.json")
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

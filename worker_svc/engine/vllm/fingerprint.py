@@ -27,7 +27,9 @@ def fingerprint(config: Any, chooser: TokenChooser, eos_ids: Sequence[int], vers
     parts = [
         NOISE_VERSION,
         version,
-        fingerprint_of(directory) if directory.is_dir() else f"{model.model}@{model.revision}",
+        fingerprint_of(directory, code=model.trust_remote_code)
+        if directory.is_dir()
+        else f"{model.model}@{model.revision}",
         str(model.dtype),
         str(model.quantization),
         str(model.hf_overrides),
