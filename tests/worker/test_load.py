@@ -204,6 +204,17 @@ def test_damaged_models_are_refused(damage: str, pair: tuple[Path, Path], tmp_pa
     assert "\n" not in str(caught.value)
 
 
+def test_one_file_of_weights_counts_before_an_index_of_an_earlier_save(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(pair[0])
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert not [*tmp_path.glob("model-*.safetensors")]
+    load_pair(tmp_path, max_length=64, draft_len=2)
+
+
 def test_a_config_may_say_that_nothing_is_quantised(pair: tuple[Path, Path], tmp_path: Path) -> None:
     directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
     config = json.loads((directory / "config.json").read_text())

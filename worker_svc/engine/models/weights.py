@@ -45,10 +45,12 @@ def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) 
 def _weights(directory: Path) -> dict[str, Any] | None:
     """Return the weights by name, which are read when transformers takes them; None without safetensors files."""
     index = directory / INDEX
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    elif (directory / SINGLE).is_file():
+    if (
+        directory / SINGLE
+    ).is_file():  # before an index, as transformers: saving one file leaves that of shards there
         files = [SINGLE]
+    elif index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         return None
     opened: list[Any] = [safe_open(directory / file, framework="pt", backend="pread") for file in files]
