@@ -15,6 +15,7 @@ import typer
 
 from docs import generate
 from laps_sd.cli.app import app
+from laps_sd.client import Options
 from laps_sd.service import config
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.service.variables import KNOWN
@@ -244,6 +245,15 @@ def test_every_command_and_flag_that_a_page_names_exists() -> None:
 
     assert len(used) > 200
     assert unknown == [("security.md", "on", ""), ("add-a-setting.md", "scheduler", "--steal-pause-s")]
+
+
+def test_the_page_of_the_python_client_has_every_option() -> None:
+    page = (DOCS / "how-to" / "python-client.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`.+?) \|", page.partition("## Options")[2].partition("## Tools")[0], re.MULTILINE
+    )
+
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(Options.__annotations__)
 
 
 NAMED_TEST = re.compile(r"`(?:(tests/[\w/]+\.py))?\s*(?:-k\s(\"[^\"]+\"|[^`\"]+))?`")
