@@ -115,7 +115,7 @@ class Laps(Pausing):
         self._known: dict[str, tuple[RequestStatus, int, int, RequestNow]] = {}
         """What `_now` returned last, by request, with the status and the tokens then: in all, and computed."""
         logger.info(
-            "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, lengths are %s, what is learnt is %s;"
+            "LAPS-SD %s: policy %s, steps of %d requests, %d resident, %s core, lengths are %s; what is learnt: %s;"
             " %s scheduling, up to %d draft tokens",
             __version__,
             settings.policy,
