@@ -77,6 +77,12 @@ async def test_a_cut_text_is_incomplete(served: Served, client: openai.AsyncOpen
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in response.output] == ["incomplete"]
+
+    async with client.responses.stream(**ASKED) as stream:
+        await served.finished(end=Kind.KIND_LENGTH, count=2)
+        done = [event.item async for event in stream if event.type == "response.output_item.done"]
+    assert [item.status for item in done] == ["incomplete"]
 
 
 async def test_a_stream(served: Served, client: openai.AsyncOpenAI) -> None:

@@ -54,8 +54,8 @@ class ResponsesReply(GrowingReply):
 
     def closing(self) -> bytes:
         """Return the events of the end."""
-        events = b"".join(self._close())
         status = self._status()
+        events = b"".join(self._close(status))
         return events + self._event(f"response.{status}", response=self._response(status))
 
     def failure(self, error: LapsSdError) -> bytes:
@@ -100,11 +100,11 @@ class ResponsesReply(GrowingReply):
         self._open["content"][0]["text"] += text
         yield self._text_event("delta", delta=text)
 
-    def _close(self) -> Iterator[bytes]:
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
         item = self._open
         if item is None:
             return
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             yield self._item_event(
                 "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
@@ -136,7 +136,10 @@ class ResponsesReply(GrowingReply):
     # ---- the response
 
     def _whole(self) -> Json:
-        return self._response(self._status())
+        status = self._status()
+        if self._blocks:
+            self._blocks[-1]["status"] = status
+        return self._response(status)
 
     def _status(self) -> str:
         return "incomplete" if self._answer.finish_reason == "length" else "completed"
