@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.priors import FORMAT, Priors
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 
 __all__ = ["MAX_FILE_BYTES", "LearntFile"]
@@ -49,6 +49,8 @@ class LearntFile:
                 raise ValueError("it is not a mapping")
             if found.pop(DIGEST, None) != _digest(found):
                 raise ValueError("the digest is another one")
+            if found.get("format") != FORMAT:
+                return None, f"{self.path} was written by another version of LAPS-SD, and is not used"
             return Priors.from_dict(found, predictor()), f"read from {self.path}"
         except FileNotFoundError:
             return None, f"{self.path} does not exist yet"

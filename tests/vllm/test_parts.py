@@ -29,6 +29,7 @@ from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.prompt_features import PromptTokens
 from laps_vllm.settings import VllmSettings
 from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
+from scheduler_svc.core.estimates import priors as priors_module
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.estimates.priors import FORMAT, Priors
 from scheduler_svc.core.estimates.sources import Guesses
@@ -415,6 +416,19 @@ class TestLearntFile:
 
         assert priors.to_dict() == Priors().to_dict()
         assert "is not used" in sentence
+
+    def test_a_file_of_another_format_starts_learning_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = LearntFile(tmp_path / "l")
+        with monkeypatch.context() as earlier:
+            earlier.setattr(priors_module, "FORMAT", FORMAT - 1)
+            file.keep(self.learnt())
+        file.save()
+        priors, sentence = file.load()
+
+        assert priors.to_dict() == Priors().to_dict()
+        assert sentence == f"{tmp_path / 'l'} was written by another version of LAPS-SD, and is not used"
 
     def test_lists_without_end_start_learning_again(self, tmp_path: Path) -> None:
         (tmp_path / "l").write_text("[" * 10**6)
