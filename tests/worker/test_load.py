@@ -352,6 +352,8 @@ def test_experts_are_not_called_deterministic(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match="deterministic needs a target model without experts"):
         load_pair(directory, max_length=64, draft_len=2, deterministic=True)
+    dense = write_model(tmp_path / "dense", llama_config(num_experts=1), seed=0)
+    load_pair(dense, max_length=64, draft_len=2, deterministic=True)
 
 
 @pytest.mark.parametrize("seed", range(3))

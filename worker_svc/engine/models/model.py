@@ -42,7 +42,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 def _has_experts(model: Any) -> bool:
     config = model.config.get_text_config()
-    return any(getattr(config, name, None) for name in EXPERTS)
+    return any(getattr(config, name, None) not in (None, 0, 1) for name in EXPERTS)  # 1: of a dense model
 
 
 def _bytes_read(model: Any) -> int | None:
