@@ -45,7 +45,7 @@ def local_model(named: Path, *, weights: bool = True) -> Path:
         ) from error
     if weights and not any(path for form in STORED_AS for path in found.glob(form)):
         raise StartupError(
-            f"The model {name} of the Hugging Face hub has no safetensors, and weights of other forms are not fetched: "
-            f"`{command}` downloads them."
+            f"The weights of the model {name} of the Hugging Face hub are not on this machine, and could not be fetched: "
+            f"there is no network, or it has no safetensors. `{command}` downloads them."
         )
     return found

@@ -61,7 +61,7 @@ def test_weights_that_are_not_fetched_are_an_error_with_the_command_that_downloa
     (directory / "model.safetensors").unlink()
 
     assert local_model(Path("acme/small"), weights=False) == directory
-    with pytest.raises(StartupError, match=r"has no safetensors.*`hf download acme/small` downloads them"):
+    with pytest.raises(StartupError, match=r"has no safetensors\. `hf download acme/small` downloads them"):
         local_model(Path("acme/small"))
 
     (directory / "pytorch_model.bin").touch()
