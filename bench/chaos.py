@@ -32,10 +32,11 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
-from bench._chaos.checks import holders, log_problems, processes_of, record_problems
+from bench._chaos.checks import holders, log_problems, processes_with, record_problems
 from bench._chaos.judge import judge
 from bench._chaos.options import arguments
 from bench._chaos.pieces import pieces
@@ -87,7 +88,9 @@ class Run:
         this = asyncio.current_task()
         assert this is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+        mark = uuid.uuid4().hex
         environment = {
+            "CHAOS_RUN": mark,
             "LAPS_SD_FAKE_TIME_SCALE": "1",
             "LAPS_SD_FAKE_ROUND_S": str(options.round_s),
             "LAPS_SD_FINISHED_TTL_S": str(FINISHED_TTL_S),
@@ -107,9 +110,8 @@ class Run:
         for proxy in await self._fronted(starting):
             await proxy.serve()
         await starting
-        groups = {child.pid for child in stack.children.values() if child.pid}
         try:
-            await self._on(stack, groups)
+            await self._on(stack)
         finally:
             if self.violations or options.logs:
                 folder = options.logs or Path(f"chaos-{options.engine}-{options.seed}-logs")
@@ -121,7 +123,7 @@ class Run:
             await asyncio.to_thread(stack.stop)
             for proxy in self.proxies.values():
                 await proxy.close()
-            if left := processes_of({group for group in groups if group}):
+            if left := processes_with(mark):
                 self.violations.append(f"processes are left: {left}")
 
     async def _fronted(self, starting: asyncio.Task[Any]) -> list[Proxy]:
@@ -132,7 +134,7 @@ class Run:
             await starting
         return list(self.proxies.values())
 
-    async def _on(self, stack: LocalStack, groups: set[int]) -> None:
+    async def _on(self, stack: LocalStack) -> None:
         options = self.options
         addresses = [self.proxies[name].address for name in ("gateway-0", "gateway-1")]
         load = Load(
@@ -161,7 +163,7 @@ class Run:
         warm_s = VLLM_WARM_S if options.engine == "vllm" else WARM_S
         memory = Memory(stack, warm_s=warm_s, loaded=injector.state.loads)
         watching = [
-            asyncio.create_task(injector.watch(groups)),
+            asyncio.create_task(injector.watch()),
             asyncio.create_task(memory.watch()),
             asyncio.create_task(self._report_progress(load, injector, load.now())),
         ]

@@ -124,14 +124,13 @@ def log_problems(stack: LocalStack, injector: FaultInjector) -> list[str]:
     return found
 
 
-def processes_of(groups: set[int]) -> list[str]:
-    """Return the remaining processes of these process groups."""
+def processes_with(mark: str) -> list[str]:
+    """Return the processes that have this text in the environment that they began with."""
     left = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError, IndexError):
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[2]) in groups and stat[0] != "Z":
+        with contextlib.suppress(OSError):
+            if mark.encode() in (entry / "environ").read_bytes():  # empty for a zombie
                 left.append(f"{entry.name}: {(entry / 'cmdline').read_text()[:200]}")
     return left

@@ -54,12 +54,11 @@ class FaultInjector:
         self._deadly = DeadlyRequests(deadly, self.problems)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def watch(self, groups: set[int]) -> None:
-        """Keep `state` up to date until cancelled; add every process of the run to `groups`."""
+    async def watch(self) -> None:
+        """Keep `state` up to date until cancelled."""
         while True:
             await self.look()
             for name, child in list(self._stack.children.items()):
-                groups.add(child.pid or 0)
                 if not child.alive and name not in self.processes.expected_ends:
                     self.processes.expected_ends.add(name)
                     if self._deadly.count_death(name, child.returncode):

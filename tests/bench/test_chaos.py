@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from bench import _faults
+from bench._chaos.checks import processes_with
 from bench._chaos.options import arguments
 from bench._chaos.pieces import MORE, pieces
 from bench._clients import Load, Outcome, Piece
@@ -48,6 +49,20 @@ def row_of_a_run(tmp_path: Path, *given: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-8000:]
     [row] = json.loads(rows_file.read_text())["rows"]
     return dict(row)
+
+
+def test_a_process_that_is_left_is_known_by_its_environment() -> None:
+    """Not by its number, which another program may get in a long run."""
+    own = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=os.environ | {"CHAOS_RUN": "run-7f3a"}
+    )
+    try:
+        [left] = processes_with("run-7f3a")
+        assert left.startswith(f"{own.pid}: ")
+        assert processes_with("run-7f3b") == []
+    finally:
+        own.communicate(b"\n")
+    assert processes_with("run-7f3a") == []
 
 
 @pytest.mark.long
