@@ -612,7 +612,7 @@ async def test_a_tls_file_that_is_missing_is_one_sentence(tmp_path):
     app = ServiceApp("test", settings(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))
 
     with pytest.raises(
-        StartupError, match=r"The TLS files .*cert.pem and .*key.pem cannot be used: No such file"
+        StartupError, match=r"The TLS files .*cert.pem and .*key.pem cannot be used: .*cert.pem: No such file"
     ):
         await app.start()
     await app.stop()

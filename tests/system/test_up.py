@@ -235,7 +235,7 @@ def test_a_child_that_dies_at_once_again_and_again_is_started_after_pauses_that_
     with Supervisor(
         stack, report=lines.append, pauses=lambda: Pauses(first_s=0.1, longest_s=0.4)
     ) as supervisor:
-        worker.environment["LAPS_SD_THREADS"] = "none"
+        worker.environment["LAPS_SD_THREADS"] = "many"
         stack.kill("worker-0")
         wait_until(lambda: len(lines) >= 5, description="it was started four times in vain")
 
