@@ -689,7 +689,7 @@ class TestLengthsArePredictedFromTokenIds:
             laps(tokenizer=tokenizer)
         logger.removeHandler(caplog.handler)
 
-        assert f"lengths are {said}," in caplog.text
+        assert f"lengths are {said};" in caplog.text
 
     def test_what_was_learnt_survives_a_restart(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
