@@ -461,7 +461,7 @@ OUT_OF_BOUNDS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("messages.messages", _messages(("user", ""), ("assistant", ""))),
     ("messages.messages[1].role", _messages(("user", "hi"), ("root", "hi"))),
     ("messages.messages[0].role", _messages(("\0" * 3000, "hi"))),
-    ("messages.messages", _messages(*[("user", "x")] * 2000)),
+    ("messages.messages", _messages(*[("user", "x")] * 8193)),
     ("messages", _messages(("user", "word " * 3000))),
     ("sampling.max_tokens", _set("sampling.max_tokens", 0, 32_769, 2**31, 2**32 - 1)),
     ("sampling.max_tokens", _set("sampling.max_tokens", CONTEXT, 32_768)),

@@ -326,7 +326,7 @@ ONLY_CHAT: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "messages",
         (
-            json.dumps([{"role": "user", "content": "x"}] * 1025),
+            json.dumps([{"role": "user", "content": "x"}] * 8193),
             json.dumps([{"role": "user", "content": "w " * 9000}]),
         ),
     ),
