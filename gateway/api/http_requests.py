@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from aiohttp import web
 
 from gateway.api.http_errors import response_of_aiohttp
+from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "own_request_id",
     "read_bytes",
     "single_header",
+    "tenant_of",
     "with_api_key",
 ]
 
@@ -71,6 +73,12 @@ def with_api_key(headers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]
         yield name, value
         if name.lower() == "x-api-key" and not has_authorization:
             yield "authorization", f"Bearer {value}"
+
+
+def tenant_of(request: web.Request, tenants: Tenants) -> str:
+    """Return the tenant of a call, by a key in either header. Raises Unauthenticated, PermissionDenied,
+    InvalidArgument."""
+    return tenants.of(with_api_key(request.headers.items()))
 
 
 def own_request_id(request: web.Request) -> str:

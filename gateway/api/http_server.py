@@ -56,7 +56,7 @@ from gateway.api.http_requests import (
     own_request_id,
     read_bytes,
     single_header,
-    with_api_key,
+    tenant_of,
 )
 from gateway.api.http_stream import Turn, send_stream
 from gateway.api.http_vllm import VllmRoutes
@@ -244,7 +244,7 @@ class HttpServer:
         return await self._generate(request, _message)
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        caller = Caller(tenant=self._tenants.of(with_api_key(request.headers.items())))
+        caller = Caller(tenant=tenant_of(request, self._tenants))
         with self._calls.refusals(caller):
             body = read_body(await read_bytes(request), self._calls.settings.max_message_fields)
             (prompt,) = read_count(body, self._unknown).requests
@@ -252,11 +252,11 @@ class HttpServer:
         return web.json_response({"input_tokens": len(ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._tenants.of(with_api_key(request.headers.items()))
+        tenant_of(request, self._tenants)
         return web.json_response(models_json(self._calls.model, self._created))
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._tenants.of(with_api_key(request.headers.items()))
+        tenant_of(request, self._tenants)
         name = request.match_info["name"]
         check_model(name, self._calls.model)
         return web.json_response(model_json(self._calls.model, self._created, name))
@@ -270,7 +270,7 @@ class HttpServer:
         return web.json_response({"status": "live"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._tenants.of(with_api_key(request.headers.items()))
+        tenant_of(request, self._tenants)
         body = prometheus_client.generate_latest(REGISTRY)
         return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
@@ -287,7 +287,7 @@ class HttpServer:
         self, request: web.Request, read: Callable[[Json, OnUnknown], tuple[ParsedRequest, MakeReply]]
     ) -> web.StreamResponse:
         caller = Caller(
-            tenant=self._tenants.of(with_api_key(request.headers.items())),
+            tenant=tenant_of(request, self._tenants),
             traceparent=valid_traceparent(request.headers.get("traceparent", "")),
         )
         with self._calls.refusals(caller):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 import laps_sd
-from gateway.api.http_requests import expect_continue, read_bytes, with_api_key
+from gateway.api.http_requests import expect_continue, read_bytes, tenant_of
 from gateway.api.openai.body import Json, read_body
 from gateway.api.openai.tokens import read_detokenize, read_tokenize, tokens_json
 from gateway.api.openai.unknown_fields import OnUnknown
@@ -40,7 +40,7 @@ class VllmRoutes:
         return web.json_response({"version": laps_sd.__version__})
 
     async def _load(self, request: web.Request) -> web.Response:
-        self._tenants.of(with_api_key(request.headers.items()))
+        tenant_of(request, self._tenants)
         return web.json_response({"server_load": self._calls.streams})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -61,7 +61,7 @@ class VllmRoutes:
 
     async def _read(self, request: web.Request) -> tuple[Caller, Json]:
         """Return the caller of a call and its body. Raises Unauthenticated, InvalidArgument."""
-        caller = Caller(tenant=self._tenants.of(with_api_key(request.headers.items())))
+        caller = Caller(tenant=tenant_of(request, self._tenants))
         with self._calls.refusals(caller):
             body = read_body(await read_bytes(request), self._calls.settings.max_message_fields)
         return caller, body

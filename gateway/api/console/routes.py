@@ -22,7 +22,7 @@ from google.protobuf.json_format import MessageToDict
 from yarl import URL
 
 from gateway.api.console.snapshots import Snapshots
-from gateway.api.http_requests import with_api_key
+from gateway.api.http_requests import tenant_of
 from gateway.calls.calls import Caller, Calls
 from gateway.links.shards import Shards
 from gateway.tenants import ANONYMOUS, Tenants
@@ -133,7 +133,7 @@ class ConsoleRoutes:
 
     def _caller(self, request: web.Request) -> Caller:
         """Return the caller of a request for data. Raises Unauthenticated, InvalidArgument, PermissionDenied."""
-        tenant = self._tenants.of(with_api_key(request.headers.items()))
+        tenant = tenant_of(request, self._tenants)
         if tenant == ANONYMOUS:
             if not self._local_only:
                 raise Unauthenticated("the console needs a key at a gateway that other machines can call")
