@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gateway.model.tool_calls.described import Message
 
-__all__ = ["folded"]
+__all__ = ["folded", "joined"]
 
 
 def folded(messages: Sequence[Message]) -> list[Message]:
@@ -18,16 +18,17 @@ def folded(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if made and message["role"] == "system":
             if held or made[-1]["role"] == "assistant":
-                held = _joined(held, message["content"])
+                held = joined(held, message["content"])
             else:
-                made[-1] = made[-1] | {"content": _joined(made[-1]["content"], message["content"])}
+                made[-1] = made[-1] | {"content": joined(made[-1]["content"], message["content"])}
         elif held and message["role"] == "user":
-            made.append(message | {"content": _joined(held, message["content"])})
+            made.append(message | {"content": joined(held, message["content"])})
             held = ""
         else:
             made.append(message)
     return [*made, {"role": "user", "content": held}] if held else made
 
 
-def _joined(*texts: str) -> str:
+def joined(*texts: str) -> str:
+    """Return texts as one, with a blank line between those that are not empty."""
     return "\n\n".join(filter(None, texts))

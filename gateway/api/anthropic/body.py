@@ -18,6 +18,7 @@ from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.tools import switches
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from gateway.model.bounded_json import encode
+from gateway.model.instructions import joined
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["CountBody", "MessagesBody", "read_count", "read_messages"]
@@ -220,7 +221,7 @@ def _chat(read: CountBody, others: Json) -> ParsedRequest:
     choice = read.tool_choice
     thinks = read.thinking is not None and read.thinking.type != "disabled"
     output = read.output_config or OutputConfig()
-    messages = _joined(_messages(read))
+    messages = _alternating(_messages(read))
     chat: Json = {
         "model": read.model,
         "messages": messages,
@@ -272,22 +273,22 @@ def _messages(read: CountBody) -> Iterator[Json]:
             yield made
 
 
-def _joined(messages: Iterable[Json]) -> list[Json]:
+def _alternating(messages: Iterable[Json]) -> list[Json]:
     """Return the messages with consecutive turns of one side as one, as the API has it: many chat templates
     refuse turns that do not alternate. A blank line separates their texts (our choice)."""
-    joined: list[Json] = []
+    turns: list[Json] = []
     for message in messages:
         role = message["role"]
-        if not joined or role not in ("user", "assistant") or joined[-1]["role"] != role:
-            joined.append(message)
+        if not turns or role not in ("user", "assistant") or turns[-1]["role"] != role:
+            turns.append(message)
             continue
-        before = joined[-1]
+        before = turns[-1]
         for name in ("content", "reasoning_content"):
-            if texts := [text for part in (before, message) if (text := part.get(name))]:
-                before[name] = "\n\n".join(texts)
+            if text := joined(before.get(name, ""), message.get(name, "")):
+                before[name] = text
         if "tool_calls" in message:
             before["tool_calls"] = before.get("tool_calls", []) + message["tool_calls"]
-    return joined
+    return turns
 
 
 def _instructions(system: str | list[TextBlock]) -> str:
