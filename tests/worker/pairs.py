@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,22 @@ def bfloat16_by_kernels() -> bool:
 def load_pair(target: Path, draft: Path | None = None, **options: Any) -> SpeculativeEngine:
     """Return the engine of a model pair, or of a target alone."""
     return load_engine(target, draft, LoadOptions(**options))
+
+
+def with_own_code(model: Path, directory: Path, *, first: str = "", methods: str = "") -> Path:
+    """Write a copy of a Llama whose code comes with it: `first` runs as it is imported, and `methods` are those of
+    its class."""
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "architectures": ["Own"],
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "own.py").write_text(
+        f"{first}from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'own'\n"
+        f"class Own(LlamaForCausalLM):\n    config_class = Config\n{methods}"
+    )
+    return directory

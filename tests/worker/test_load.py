@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 
 from laps_sd.service.model_dir import POSITIONS
 from tests.worker.drive import finish_all
-from tests.worker.pairs import VOCAB, llama_config, load_pair, write_model
+from tests.worker.pairs import VOCAB, llama_config, load_pair, with_own_code, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
@@ -383,20 +383,7 @@ def test_experts_in_half_precision_are_not_refused_for_their_roundings(
 def test_code_that_comes_with_a_model_does_not_run_unless_it_is_trusted(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
-    config = json.loads((directory / "config.json").read_text())
-    config |= {
-        "model_type": "own",
-        "architectures": ["Own"],
-        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "own.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
-        "class Config(LlamaConfig):\n    model_type = 'own'\n"
-        "class Own(LlamaForCausalLM):\n    config_class = Config\n"
-    )
+    directory = with_own_code(pair[0], tmp_path / "own", first=f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_pair(directory, max_length=64, draft_len=2)
     assert not (tmp_path / "ran").exists()
@@ -418,19 +405,11 @@ def test_code_that_may_run_enters_the_fingerprint(pair: tuple[Path, Path], tmp_p
 def test_the_self_check_finds_a_model_that_returns_other_logits_than_are_wanted(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
-    config = json.loads((directory / "config.json").read_text())
-    config |= {
-        "model_type": "own",
-        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "own.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class Config(LlamaConfig):\n    model_type = 'own'\n"
-        "class Own(LlamaForCausalLM):\n    config_class = Config\n"
-        "    def forward(self, *args, logits_to_keep=0, **kwargs):\n"
-        "        return super().forward(*args, **kwargs)\n"
+    directory = with_own_code(
+        pair[0],
+        tmp_path / "own",
+        methods="    def forward(self, *args, logits_to_keep=0, **kwargs):\n"
+        "        return super().forward(*args, **kwargs)\n",
     )
     with pytest.raises(ModelError, match="computes something else when packed"):
         load_pair(directory, max_length=64, draft_len=2, trust_remote_code=True)

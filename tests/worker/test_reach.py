@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from transformers import masking_utils
 
 import worker_svc.engine.models.model as packed_model
 from tests.worker.drive import finish_all
-from tests.worker.pairs import VOCAB, load_pair, write_draft_of, write_model
+from tests.worker.pairs import VOCAB, load_pair, with_own_code, write_draft_of, write_model
 from tests.worker.plain import MARGIN, PlainDecoder
 from tests.worker.test_load import SMALL
 from worker_svc.engine.cpu import kernels
@@ -141,24 +139,14 @@ def test_the_self_check_refuses_a_window_that_it_cannot_make_short(
 
 def test_a_model_with_a_mask_of_its_own_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Its mask is causal in every text that a check could try, and the reach of longer ones is not known."""
-    directory = Path(shutil.copytree(pair[0], tmp_path / "own"))
-    config = json.loads((directory / "config.json").read_text())
-    config |= {
-        "model_type": "own",
-        "architectures": ["Own"],
-        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "own.py").write_text(
-        "import torch\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class Config(LlamaConfig):\n    model_type = 'own'\n"
-        "class Own(LlamaForCausalLM):\n"
-        "    config_class = Config\n"
-        "    def forward(self, input_ids, **others):\n"
+    directory = with_own_code(
+        pair[0],
+        tmp_path / "own",
+        first="import torch\n",
+        methods="    def forward(self, input_ids, **others):\n"
         "        tokens = input_ids.shape[1]\n"
         "        mask = torch.ones((1, 1, tokens, tokens), dtype=torch.bool).tril().triu(-100)\n"
-        "        return super().forward(input_ids, attention_mask=mask, **others)\n"
+        "        return super().forward(input_ids, attention_mask=mask, **others)\n",
     )
     with pytest.raises(ModelError, match="hides keys by a mask of its own: use --engine vllm"):
         load_pair(directory, max_length=LENGTH, draft_len=2, trust_remote_code=True)
