@@ -85,7 +85,7 @@ class Calls:
         self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
         self._submissions = Submissions(settings, model, self._prompts)
         self._long_outputs = asyncio.Semaphore(1)
-        """Of Detokenize: one at a time, so that threads are left for prompts."""
+        """Taken while Detokenize makes the text of a long output: one at a time, so that threads are left for prompts."""
         self._open = 0
         """Outputs of the calls that are admitted, also before their streams are open."""
         self._refused = StreamTurns()

@@ -1,4 +1,4 @@
-"""The command `laps-sd`. This file runs on old Pythons too, to say that they are too old."""
+"""The command `laps-sd`. This file runs on old Pythons too, to report that they are too old."""
 
 import os
 import sys

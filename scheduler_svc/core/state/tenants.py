@@ -199,8 +199,8 @@ class _Contest:
             self.mark_s = self.waiting.first()[0]
 
     def _pass_over(self, turn_s: float) -> None:
-        """Raise the service of those that cannot use their turn: what they lack would be the others' excess for ever,
-        and these would not take turns with each other.
+        """Raise the service of those that cannot use their turn: what they lack would always be the others'
+        excess, and these would not take turns with each other.
         """
         if not self._ahead:
             return

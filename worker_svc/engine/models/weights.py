@@ -45,9 +45,8 @@ def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) 
 def _weights(directory: Path) -> dict[str, Any] | None:
     """Return the weights by name, which are read when transformers takes them; None without safetensors files."""
     index = directory / INDEX
-    if (
-        directory / SINGLE
-    ).is_file():  # before an index, as transformers: saving one file leaves that of shards there
+    # One file comes before an index, as in transformers: saving it leaves the index of earlier shards there.
+    if (directory / SINGLE).is_file():
         files = [SINGLE]
     elif index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -113,9 +113,8 @@ def _weights(
                 files.update(dict.fromkeys(file.keys(), file))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot be read: {error}") from error
-        for name in sorted(
-            files
-        ):  # AWQ divides the output of some activations, as in StarCoder2 and GPT-NeoX
+        # AWQ divides the output of some activations by scales, as in StarCoder2 and GPT-NeoX.
+        for name in sorted(files):
             if name.endswith(".scales") and f"{name.removesuffix('.scales')}.qweight" not in files:
                 raise ModelError(
                     f"has scales that belong to no weight ({name}), which LAPS_SD_ENGINE=vllm serves"
