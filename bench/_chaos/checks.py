@@ -17,11 +17,12 @@ from bench._faults import FaultInjector
 from bench._metrics import metric
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
+from worker_svc.runner.process import how_it_ended
 
 RECORD_BYTES_PER_REQUEST = 2_000
 RECORD_BYTES_PER_TOKEN = 9
 """Bounds of docs/guarantees.md."""
-ENGINE_KILLED = f"the engine's process ended with exit code {-signal.SIGKILL}"
+ENGINE_KILLED = f"the engine's process {how_it_ended(-signal.SIGKILL)}"
 """Part of the error of a worker whose engine was killed."""
 
 

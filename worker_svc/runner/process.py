@@ -37,7 +37,7 @@ from worker_svc.runner.runner import Runner
 from worker_svc.runner.thread import STOP_S
 from worker_svc.settings import WorkerSettings
 
-__all__ = ["EngineLaunch", "EngineProcess"]
+__all__ = ["EngineLaunch", "EngineProcess", "how_it_ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class EngineLaunch:
             self._connection.send(self._settings)
             answer = self._connection.recv()
         except (EOFError, OSError):
-            ended = _how_it_ended(self._child.wait())
+            ended = how_it_ended(self._child.wait())
             raise StartupError(f"The engine's process {ended}, while it loaded the model.") from None
         if isinstance(answer, _Refused):
             self._child.wait()
@@ -178,7 +178,7 @@ class EngineProcess:
                 outcome = self._connection.recv()
             except (EOFError, OSError):
                 if not self._stopping:
-                    ended = _how_it_ended(self._child.wait())
+                    ended = how_it_ended(self._child.wait())
                     self._deliver(Failed(RuntimeError(f"the engine's process {ended}")))
                 return
             if isinstance(outcome, _Idle):
@@ -187,7 +187,7 @@ class EngineProcess:
                 self._deliver(outcome)
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
     """Return how a process with this exit code, or minus the number of a signal, ended, to follow its name."""
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL, as the system does when memory is short"
