@@ -15,6 +15,7 @@ from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from laps_sd.errors import StartupError
+from laps_sd.service.adapters import adapter_names
 from laps_sd.service.certificates import expose_expiry
 from laps_sd.service.hub import local_model
 from laps_sd.service.interceptor import OPEN_METHODS
@@ -135,6 +136,8 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
         directory, name = demo, DEMO_MODEL
     else:
         directory, name = local_model(named, weights=False), settings.model or served_name(named)
+    if taken := {name, *settings.model_aliases} & {*adapter_names(settings.adapters)}:
+        raise StartupError(f"LAPS_SD_ADAPTERS has {taken.pop()!r}, which is a name of the model itself.")
     try:
         model = load_model(
             directory,
@@ -143,6 +146,7 @@ def load_configured_model(settings: GatewaySettings) -> ModelFiles:
             parsers=(settings.tool_parser, settings.reasoning_parser),
             recommendations=settings.generation_config == "model",
             aliases=settings.model_aliases,
+            adapters=adapter_names(settings.adapters),
         )
     except ModelFilesError as error:
         raise StartupError(f"The model {name!r} cannot be served: {error}.") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from laps_sd.contract.limits import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, TEN_YEARS_S
+from laps_sd.service.adapters import adapter_problems
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import BACK_OFF_FIRST_S, BACK_OFF_LONGEST_S
 from laps_sd.service.serving_settings import ServingSettings
@@ -94,6 +95,11 @@ class GatewaySettings(LinkSettings, ServingSettings):
     model_aliases: tuple[str, ...] = field(
         (),
         help="Further names, with commas between them, by which requests may name the model. Answers have its own",
+    )
+    adapters: tuple[str, ...] = field(
+        (),
+        help="LoRA adapters that requests may name as their model: the value that workers over vLLM have, of which a "
+        "gateway takes the names",
     )
     tokenizer_dir: Path | None = field(
         None,
@@ -290,6 +296,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
     def problems(self) -> Iterator[str]:
         """Yield the problems that no check of a single field can find."""
         yield from super().problems()
+        yield from adapter_problems(self.adapters, with_directories=False)
         if not SHARD.fullmatch(self.shard):
             yield f"LAPS_SD_SHARD must be 1 to 64 letters from a to z, digits, - and _, got {self.shard!r}."
         for origin in self.cors_origins:

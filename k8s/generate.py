@@ -66,6 +66,7 @@ OWNED: dict[str, dict[str, str]] = {
         "api_keys_file": "gateway.apiKeysSecret",
         "anonymous": "gateway.anonymous",
         "tokenizer_dir": "pools[].target",
+        "adapters": "pools[].adapters",
         "context_tokens": "pools[].contextTokens",
     },
     "scheduler": {
@@ -93,6 +94,7 @@ OWNED: dict[str, dict[str, str]] = {
         "vllm_args": "pools[].workers.vllmArgs",
         "target": "pools[].target",
         "draft": "pools[].draft",
+        "adapters": "pools[].adapters",
         "context_tokens": "pools[].contextTokens",
     },
 }

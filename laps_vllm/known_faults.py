@@ -10,8 +10,11 @@ from typing import Any
 __all__ = ["warnings"]
 
 
-def warnings(config: Any, version: str) -> Iterator[str]:
-    """Yield a sentence for each known fault that this configuration of this version can hit."""
+def warnings(config: Any, version: str, *, spare_lora_place: bool = False) -> Iterator[str]:
+    """Yield a sentence for each known fault that this configuration of this version can hit.
+
+    `spare_lora_place`: there is a place more for LoRA adapters than there are adapters.
+    """
     on_cpu = config.device_config.device_type == "cpu"
     speculative = config.speculative_config
     if on_cpu and version.startswith("0.32."):
@@ -25,10 +28,10 @@ def warnings(config: Any, version: str) -> Iterator[str]:
                 "vLLM 0.32 on a CPU fails on a request with a seed whose prompt is longer than a step"
                 " (--max-num-batched-tokens): the engine ends with 'CPU Generator does not use offset'"
             )
-        if config.lora_config is not None:
+        if config.lora_config is not None and not spare_lora_place:
             yield (
-                "vLLM 0.32 on a CPU computes requests without a LoRA adapter with one that is loaded: send them to another"
-                " server"
+                "vLLM 0.32 on a CPU computes requests without a LoRA adapter with that of the last place: set --max-loras to"
+                " one more than there are adapters"
             )
     if speculative is not None and not getattr(config, "use_v2_model_runner", False):
         yield "vLLM's first model runner ignores min_p and logit_bias with speculation"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from laps_sd.errors import StartupError
+from laps_sd.service.adapters import adapter_directories, adapter_names
 from laps_sd.service.cores import usable_cores
 from laps_sd.service.hub import local_model
 from laps_sd.service.log import get_logger
@@ -168,6 +169,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
                 overlap=settings.vllm_overlap,
                 trust_remote_code=settings.trust_remote_code,
                 length_probe=settings.length_probe,
+                adapters=_adapters(settings),
                 speculative=speculative,
                 arguments=arguments,
             )
@@ -177,6 +179,19 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
     for sentence in warnings:
         log.warning("a known fault of vLLM", fault=sentence)
     return engine
+
+
+def _adapters(settings: WorkerSettings) -> dict[str, Path]:
+    """Return the directory of each adapter. Raises StartupError."""
+    found = {}
+    for name, named in adapter_directories(settings.adapters).items():
+        found[name] = local_model(named)
+        if not found[name].is_dir():
+            raise StartupError(
+                f"There is no directory {named}: LAPS_SD_ADAPTERS must name directories of adapters or adapters of the"
+                " Hugging Face hub."
+            )
+    return found
 
 
 def _speculation(settings: WorkerSettings, draft: Path | None) -> dict[str, Any] | None:
@@ -249,4 +264,5 @@ def _fake_engine(settings: WorkerSettings) -> Engine:
         costs=FakeCosts(round_s=settings.fake_round_s),
         time_scale=settings.fake_time_scale,
         deadly_seed=settings.fake_deadly_seed,
+        adapters=adapter_names(settings.adapters),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from laps_sd.service.adapters import adapter_problems
 from laps_sd.service.config import field
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
@@ -114,6 +115,11 @@ class WorkerSettings(ServingSettings, LinkSettings):
         None,
         help="With LAPS_SD_ENGINE=vllm: further arguments of vLLM as a JSON object, by the names of its EngineArgs "
         '(tensor_parallel_size, quantization, speculative_config …); "model" may stand for LAPS_SD_TARGET',
+    )
+    adapters: tuple[str, ...] = field(
+        (),
+        help="With LAPS_SD_ENGINE=vllm: LoRA adapters of the target, as NAME=DIRECTORY with commas between them, or names of "
+        "the Hugging Face hub in place of directories. Requests name one as their model; gateways need the same value",
     )
     vllm_residents: int | None = field(
         None,
@@ -291,9 +297,12 @@ class WorkerSettings(ServingSettings, LinkSettings):
                 "LAPS_SD_QUANTIZATION is not for LAPS_SD_ENGINE=vllm: name it in LAPS_SD_VLLM_ARGS, as in "
                 '\'{"quantization": "awq"}\'.'
             )
+        yield from adapter_problems(self.adapters, with_directories=self.engine == "vllm")
         if self.engine != "vllm":
             if self.vllm_args is not None:
                 yield f"LAPS_SD_VLLM_ARGS needs LAPS_SD_ENGINE=vllm, got {self.engine}."
+            if self.adapters and self.engine != "fake":
+                yield f"LAPS_SD_ADAPTERS needs LAPS_SD_ENGINE=vllm, got {self.engine}."
             return
         wrong = list(problems_of(self.vllm_args))
         yield from wrong

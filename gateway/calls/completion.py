@@ -53,11 +53,13 @@ def complete(
     sampling = _filled_in(request.sampling, room, settings, model, fallback_seed)
     _set_bad_words(sampling, bad_words or BadWords(model))
     sampling.seed = (sampling.seed + choice) % 2**64
+    adapter = model.adapter_of(request.model)
     specification = gateway_link_pb2.Specification(
         prompt_ids=prompt_ids,
         sampling=sampling,
         drafter=request.speculation.drafter,
-        cache_salt=cache_salt(request, settings, tenant),
+        cache_salt=cache_salt(request, settings, tenant, adapter),
+        adapter=adapter,
     )
     if request.conversation:
         specification.conversation = _digest(tenant, request.conversation, size=NAME_BYTES)
@@ -81,7 +83,7 @@ def complete(
         workload_class=request.workload_class,
         keep=request.keep,
         grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
-        model=model.name,
+        model=adapter or model.name,
     )
     if request.HasField("time_limit_ms"):
         submit.time_limit_ms = request.time_limit_ms
@@ -134,10 +136,14 @@ def _set_bad_words(sampling: inference_pb2.SamplingParams, bad_words: BadWords) 
     del sampling.bad_words[:]
 
 
-def cache_salt(request: inference_pb2.GenerateRequest, settings: GatewaySettings, tenant: str) -> str:
+def cache_salt(
+    request: inference_pb2.GenerateRequest, settings: GatewaySettings, tenant: str, adapter: str
+) -> str:
     """Return the salt of a prompt: what is computed for it is used for prompts of equal salt only."""
     salt = "" if settings.share_prompts else tenant
-    return _digest(salt, request.cache_salt, size=16).hex() if request.cache_salt else salt
+    if request.cache_salt:
+        salt = _digest(salt, request.cache_salt, size=16).hex()
+    return _digest(salt, f"adapter\0{adapter}", size=16).hex() if adapter else salt
 
 
 def _digest(tenant: str, text: str, size: int) -> bytes:

@@ -54,7 +54,9 @@ class Prompts:
 
     def features_of(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Return the features of a checked request; empty if predictions are off."""
-        return [] if self._hash is None else features_of(request, self._hash)
+        if self._hash is None:
+            return []
+        return features_of(request, self._hash, self._model.adapter_of(request.model))
 
     def _render(self, chat: inference_pb2.ChatMessages) -> str:
         assert self._model.template is not None, "messages are refused without a template"
@@ -125,23 +127,25 @@ def _arguments(call: inference_pb2.ToolCall) -> Any:
     return value if isinstance(value, dict) and is_flat(value, MAX_DEPTH) else call.arguments
 
 
-def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash) -> list[int]:
+def features_of(request: inference_pb2.GenerateRequest, hashed: FeatureHash, adapter: str = "") -> list[int]:
     """Return hashed words of a checked request's prompt, for predicting the length of its output: of the last
     message of a chat. Empty for a prompt of token ids.
     """
     match request.WhichOneof("prompt"):
         case "text":
-            return hashed.features_of(request.text, _marks(request))
+            return hashed.features_of(request.text, _marks(request, adapter))
         case "messages":
-            return hashed.features_of(request.messages.messages[-1].content, _marks(request))
+            return hashed.features_of(request.messages.messages[-1].content, _marks(request, adapter))
         case _:
             return []
 
 
-def _marks(request: inference_pb2.GenerateRequest) -> Iterator[str]:
-    """Yield what else in a request shows the length of its output, each as one word: its length limit by powers
-    of 2, its format, whether it may call tools, how far a chat has got, and which instructions begin it.
+def _marks(request: inference_pb2.GenerateRequest, adapter: str) -> Iterator[str]:
+    """Yield what else in a request shows the length of its output, each as one word: its adapter, its length limit by
+    powers of 2, its format, whether it may call tools, how far a chat has got, and which instructions begin it.
     """
+    if adapter:
+        yield f"adapter {adapter}"
     if request.sampling.HasField("max_tokens"):
         yield f"most {request.sampling.max_tokens.bit_length()}"
     kind = request.output_format.WhichOneof("format")

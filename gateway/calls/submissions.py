@@ -63,7 +63,7 @@ class Submissions:
                 of_prompts += choices_of(request) * each
                 check_prompt_logprobs(of_prompts, self._settings)
             features = self._prompts.features_of(request)
-            salt = cache_salt(request, self._settings, tenant)
+            salt = cache_salt(request, self._settings, tenant, self._model.adapter_of(request.model))
             # A prompt whose log probabilities are wanted is computed again, whatever a worker has of it.
             blocks = b"" if wants_prompt else name_blocks(prompt_ids, salt)
             seed = secrets.randbits(64)

@@ -208,11 +208,17 @@ class ModelFiles:
     """Sampling parameters that the model's generation_config.json recommends."""
     aliases: Sequence[str] = ()
     """Further names that requests may have for the model."""
+    adapters: Sequence[str] = ()
+    """LoRA adapters of the model, which requests name as their model."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Return all names of the model, its own first."""
-        return (self.name, *self.aliases)
+        """Return all names of the model, its own first, and its adapters."""
+        return (self.name, *self.aliases, *self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """Return the adapter that this name of the model means; empty: none."""
+        return name if name in self.adapters else ""
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a plain text, with the tokens that the tokenizer adds around a sequence
@@ -249,6 +255,7 @@ def load_model(
     parsers: Parsers = ("auto", "auto"),
     recommendations: bool = True,
     aliases: Sequence[str] = (),
+    adapters: Sequence[str] = (),
 ) -> ModelFiles:
     """Load tokenizer.json, tokenizer_config.json, chat_template.jinja (if there) and config.json. Raises
     ModelFilesError.
@@ -307,6 +314,7 @@ def load_model(
         markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in dialect.markup()},
         recommended=parameters,
         aliases=aliases,
+        adapters=adapters,
     )
 
 

@@ -2,6 +2,7 @@
 
 KNOWN = frozenset(
     {
+        "LAPS_SD_ADAPTERS",
         "LAPS_SD_ADVERTISE_ADDRESS",
         "LAPS_SD_ANONYMOUS",
         "LAPS_SD_API_KEY",

@@ -453,6 +453,7 @@ class Specification(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """Fields 4 to 10 and 14 to 18: not sent and not read; `sampling` has these parameters."""
@@ -483,6 +484,10 @@ class Specification(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """As in GenerateRequest. A release that does not have the field ignores it; the gateway then ends the call with an error."""
+    adapter: _builtins.str
+    """The adapter (LoRA) with which the target computes, by its name in the workers' settings. Empty: none. A worker of a release
+    that does not have the field computes without it.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -527,10 +532,11 @@ class Specification(_message.Message):
         cache_salt: _builtins.str = ...,
         conversation: _builtins.bytes = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "output_format", b"output_format", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "committed_ids", b"committed_ids", "conversation", b"conversation", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_draft_tokens", b"_max_draft_tokens", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "committed_ids", b"committed_ids", "conversation", b"conversation", "drafter", b"drafter", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_draft_tokens", b"max_draft_tokens", "max_tokens", b"max_tokens", "min_p", b"min_p", "origin", b"origin", "output_format", b"output_format", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -64,6 +64,7 @@ def _check_names(submit: gateway_pb.Submit) -> None:
     _bounded("traceparent", submit.traceparent)
     _bounded("specification.traceparent", submit.specification.traceparent)
     _bounded("specification.cache_salt", submit.specification.cache_salt)
+    _bounded("specification.adapter", submit.specification.adapter)
     if len(submit.body_hash) > MAX_BODY_HASH_BYTES:
         raise InvalidArgument(
             "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"

@@ -127,6 +127,7 @@ FREE = {
     "strings",
     "labels",
     "environment",
+    "adapters",
 }
 """Maps whose keys are Kubernetes', vLLM's or the user's own."""
 

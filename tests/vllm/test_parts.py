@@ -560,6 +560,7 @@ class TestKnownFaults:
         (warning,) = known_faults.warnings(self.config("cpu", object()), "0.32.0")
 
         assert "without a LoRA adapter" in warning
+        assert not list(known_faults.warnings(self.config("cpu", object()), "0.32.0", spare_lora_place=True))
 
     @pytest.mark.parametrize(("device", "lora"), [("cpu", None), ("cuda", object())])
     def test_without_lora_or_on_a_gpu_it_is_none(self, device: str, lora: object) -> None:

@@ -42,6 +42,7 @@ def spec(name: str = "a", **changes: Any) -> Specification:
 
 
 WRONG: list[tuple[Callable[[Capacity], dict[str, Any]], str]] = [
+    (lambda _: {"adapter": "sql"}, r"adapter 'sql' is not among this worker's \(LAPS_SD_ADAPTERS\): none"),
     (lambda _: {"prompt_ids": ()}, "prompt_ids must hold"),
     (lambda c: {"prompt_ids": (c.vocab_size,)}, "prompt_ids must be token ids from 0 to {last_id}"),
     (lambda _: {"prompt_ids": (-1,)}, "prompt_ids"),

@@ -173,8 +173,10 @@ class Specification:
     # Without effect if there are committed tokens.
     prompt_logprobs: int | None = None
     origin: bytes = b""  # returned to the sender unchanged; has no meaning here
-    # KV is shared between requests with equal salts only.
+    # KV is shared between requests with equal salts only, and those of another adapter have another salt.
     cache_salt: str = ""
+    # The adapter (LoRA) with which the target computes; empty: none.
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ class Capacity:
     lookahead: int = 0  # tokens beyond draft and bonus for which a round reserves KV as well
     # Rounds by which results are late: 0, or 1 if the device works on one round while the next is prepared.
     lag: int = 0
+    adapters: frozenset[str] = frozenset()  # names of the adapters that requests may have
 
     @property
     def growth(self) -> int:
@@ -495,6 +498,9 @@ def check_specification(spec: Specification, capacity: Capacity) -> None:
         raise ValueError(f"stop holds {len(spec.stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
     if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS for text in spec.stop):
         raise ValueError(f"stop strings must have 1 to {MAX_STOP_CHARACTERS} characters")
+    if spec.adapter and spec.adapter not in capacity.adapters:
+        names = ", ".join(sorted(capacity.adapters)) or "none"
+        raise ValueError(f"adapter {spec.adapter!r} is not among this worker's (LAPS_SD_ADAPTERS): {names}")
     if spec.max_draft_len is not None and spec.max_draft_len < 0:
         raise ValueError(f"max_draft_len must be 0 or more, not {spec.max_draft_len}")
     if spec.logprobs is not None and not 0 <= spec.logprobs <= MAX_LOGPROBS:

@@ -17,7 +17,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -135,6 +135,7 @@ class FakeEngine:
         time_scale: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
         deadly_seed: int | None = None,
+        adapters: Collection[str] = (),
         decode: Decode | None = None,
         fingerprint: str = "fake",
     ) -> None:
@@ -154,6 +155,7 @@ class FakeEngine:
             max_draft_len=max_draft_len,
             vocab_size=vocab_size,
             device="fake",
+            adapters=frozenset(adapters),
         )
         self.fingerprint = fingerprint
         self.facts = facts(

@@ -263,6 +263,7 @@ def specification(wire_spec: gateway_pb.Specification) -> Specification:
         prompt_logprobs=wire_spec.prompt_logprobs if wire_spec.HasField("prompt_logprobs") else None,
         origin=wire_spec.origin,
         cache_salt=wire_spec.cache_salt,
+        adapter=wire_spec.adapter,
     )
 
 
@@ -346,4 +347,5 @@ def _wire_specification(held: HeldRequest) -> gateway_pb.Specification:
         prompt_logprobs=spec.prompt_logprobs,
         origin=spec.origin,
         cache_salt=spec.cache_salt,
+        adapter=spec.adapter,
     )

@@ -439,11 +439,13 @@ def models_json(model: ModelFiles, created_unix_s: int) -> Json:
 
 
 def model_json(model: ModelFiles, created_unix_s: int, name: str) -> Json:
-    """Return the entry of one name of the model."""
+    """Return the entry of one name of the model. That of an adapter has its model, as vLLM's has."""
+    parent = {"parent": model.name} if model.adapter_of(name) else {}
     return {
         "id": name,
         "object": "model",
         "created": created_unix_s,
         "owned_by": "laps-sd",
         "max_model_len": model.context_tokens,
+        **parent,
     }

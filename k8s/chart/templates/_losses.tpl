@@ -110,7 +110,7 @@
 
 {{/* What a worker's pod shows of its fingerprint, as JSON. The version in an image and the files of a path are not in it. Argument: spec of the pod. */}}
 {{- define "laps-sd.pairOf" -}}
-{{- $found := dict "LAPS_SD_ENGINE" "auto" "LAPS_SD_TARGET" "" "LAPS_SD_DRAFT" "" "LAPS_SD_DTYPE" "auto" "LAPS_SD_QUANTIZATION" "none" "LAPS_SD_DETERMINISTIC" "" "LAPS_SD_VLLM_SAMPLING" "coupled" -}}
+{{- $found := dict "LAPS_SD_ENGINE" "auto" "LAPS_SD_TARGET" "" "LAPS_SD_DRAFT" "" "LAPS_SD_DTYPE" "auto" "LAPS_SD_QUANTIZATION" "none" "LAPS_SD_DETERMINISTIC" "" "LAPS_SD_VLLM_SAMPLING" "coupled" "LAPS_SD_ADAPTERS" "" -}}
 {{- $args := dict -}}
 {{- range $container := .containers -}}
 {{- range $container.env -}}

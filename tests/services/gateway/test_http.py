@@ -1160,6 +1160,26 @@ class TestTheServer:
         assert status == 404
         assert "must be 'tiny' or 'large' or 'gpt/4', the model served here" in answer["error"]["message"]
 
+    async def test_an_adapter_is_a_model_of_its_own(self, serve: Start, model_dir: Path) -> None:
+        served = await serve(model=load_model(model_dir, name="tiny", adapters=("sql", "chat")))
+        async with served.session.get(served.url + "/v1/models") as response:
+            listed = {one["id"]: one.get("parent") for one in (await response.json())["data"]}
+        assert listed == {"tiny": None, "sql": "tiny", "chat": "tiny"}
+
+        answers = []
+        for count, name in enumerate(("sql", "tiny", "sql", "chat"), start=1):
+            call = asyncio.create_task(served.post("/v1/completions", TEXT | {"model": name}))
+            await served.finished(count=count)
+            answers.append((await call)[2]["model"])
+
+        assert answers == ["sql", "tiny", "sql", "chat"]
+        sent = served.scheduler.all_heard("submit")
+        assert [one.specification.adapter for one in sent] == ["sql", "", "sql", "chat"]
+        salts = [one.specification.cache_salt for one in sent]
+        assert salts[0] == salts[2], "KV of one adapter is shared"
+        assert len({*salts}) == 3, "and none with another"
+        assert sent[0].length_features != sent[1].length_features
+
     async def test_is_healthy_while_a_leader_is_there(
         self, served: Served, start_gateway: StartGateway
     ) -> None:

@@ -88,6 +88,8 @@ class TestModelFiles:
     def test_the_process_does_not_start_without_them(self, tmp_path: Path) -> None:
         with pytest.raises(StartupError, match="LAPS_SD_TOKENIZER_DIR"):
             load_configured_model(GatewaySettings(model="mine"))
+        with pytest.raises(StartupError, match="LAPS_SD_ADAPTERS has 'mine', which is a name of the model"):
+            load_configured_model(GatewaySettings(model_aliases=("mine",), adapters=("mine=/adapters/mine",)))
         with pytest.raises(StartupError, match=r"tokenizer\.json"):
             load_configured_model(GatewaySettings(tokenizer_dir=tmp_path))
 

@@ -320,4 +320,5 @@ def on_wire(one: Specification) -> gateway_pb.Specification:
         ),
         max_draft_tokens=one.max_draft_len,
         cache_salt=one.cache_salt,
+        adapter=one.adapter,
     )

@@ -693,9 +693,9 @@ async def test_what_is_cached_comes_with_the_rounds_and_whole_in_a_hello() -> No
     assert cached_after(second.reports, second.hello.cached_blocks) == held
 
 
-async def test_a_salt_reaches_the_engine_and_comes_back() -> None:
-    engine = FakeEngine(slots=1, prefix_reuse_tokens=16)
-    one = replace(spec("a", prompt=70), cache_salt="acme")
+async def test_salt_and_adapter_reach_the_engine_and_come_back() -> None:
+    engine = FakeEngine(slots=1, prefix_reuse_tokens=16, adapters=["sql"])
+    one = replace(spec("a", prompt=70), cache_salt="acme", adapter="sql")
     async with scheduler() as s, worker(s.address, engine=engine):
         stream = await s.greet()
         await stream.lease(one)
@@ -705,5 +705,6 @@ async def test_a_salt_reaches_the_engine_and_comes_back() -> None:
         stream.close.set()
         [held] = (await s.greet()).hello.held
 
-    assert held.specification.cache_salt == "acme"
-    assert specification(held.specification).cache_salt == "acme"
+    assert (held.specification.cache_salt, held.specification.adapter) == ("acme", "sql")
+    again = specification(held.specification)
+    assert (again.cache_salt, again.adapter) == ("acme", "sql")

@@ -90,6 +90,14 @@ def test_a_model_may_be_named_among_the_arguments(loaded: list[VllmOptions]) -> 
         load(vllm(vllm_args='{"model": "/no/such/folder"}'))
 
 
+def test_adapters_are_directories(loaded: list[VllmOptions], tmp_path: Path) -> None:
+    load(vllm(adapters=(f"sql={tmp_path}",)))
+
+    assert loaded[0].adapters == {"sql": tmp_path}
+    with pytest.raises(StartupError, match="no directory /no/such/folder: LAPS_SD_ADAPTERS must name"):
+        load(vllm(adapters=("sql=/no/such/folder",)))
+
+
 def test_a_model_that_cannot_be_served_is_one_sentence(loaded: list[VllmOptions]) -> None:
     with pytest.raises(StartupError, match=r"^The model cannot be served: vLLM cannot load it: no\.$"):
         load(vllm(slots=7))

@@ -69,6 +69,12 @@ def test_settings_come_from_the_environment() -> None:
         ({"engine": "vllm", "deterministic": True}, "LAPS_SD_DETERMINISTIC is not for LAPS_SD_ENGINE=vllm"),
         ({"engine": "vllm", "quantization": "int8"}, "LAPS_SD_QUANTIZATION is not for LAPS_SD_ENGINE=vllm"),
         ({"quantization": "int3"}, "LAPS_SD_QUANTIZATION"),
+        ({"adapters": ("sql=x",)}, "LAPS_SD_ADAPTERS needs LAPS_SD_ENGINE=vllm, got auto"),
+        ({"engine": "vllm", "adapters": ("sql",)}, "must be a list of NAME=DIRECTORY, got 'sql'"),
+        ({"engine": "vllm", "adapters": ("=x",)}, "names of 1 to 128 characters, got '=x'"),
+        ({"engine": "vllm", "adapters": ("a=x", "a=y")}, "LAPS_SD_ADAPTERS names an adapter twice"),
+        ({"engine": "vllm", "adapters": tuple(f"{n}=x" for n in range(65))}, "at most 64 adapters, got 65"),
+        ({"engine": "vllm", "vllm_args": '{"enable_lora": true}'}, "'enable_lora': set LAPS_SD_ADAPTERS"),
     ],
 )
 def test_a_wrong_setting_is_named(values: dict[str, object], names: str) -> None:

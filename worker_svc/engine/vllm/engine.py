@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
@@ -69,7 +70,7 @@ class VllmEngine:
     its own again. `decode` makes stop strings work, `decode_all` those of requests whose special tokens have
     text; `formats`: vLLM has a tokenizer for output formats. `probe` predicts
     output lengths by hidden states after the last layer; only where `coupling` replaces the sampler.
-    `max_round_s` bounds the time of rounds that compute context (`StepTime`).
+    `max_round_s` bounds the time of rounds that compute context (`StepTime`); `adapters` are loaded.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class VllmEngine:
         share_prefixes: bool = True,
         max_round_s: float | None = None,
         probe: LengthProbe | None = None,
+        adapters: Mapping[str, LoRARequest] | None = None,
         models: str = "",
     ) -> None:
         self.fingerprint = fingerprint
@@ -95,6 +97,7 @@ class VllmEngine:
         self._decode_all = decode_all if decode_all is not None else decode
         self._formats = formats
         self._share_prefixes = share_prefixes
+        self._adapters = adapters or {}
         self._known: dict[str, Known] = {}
         self._names: dict[str, str] = {}
         """Ids of unfinished requests by those that vLLM has for them."""
@@ -115,6 +118,7 @@ class VllmEngine:
             # With a round in flight a request may have grown by as much again when the next one begins.
             lookahead=scheduler.num_lookahead_tokens + lag * (1 + scheduler.num_spec_tokens),
             lag=lag,
+            adapters=frozenset(self._adapters),
         )
         words = (
             f"vLLM on {self.capacity.device}, because LAPS_SD_ENGINE=vllm; tokens are chosen by "
@@ -124,6 +128,7 @@ class VllmEngine:
                 if rules.speculates
                 else "; no draft tokens"
             )
+            + (f"; adapters {', '.join(sorted(self._adapters))}" if self._adapters else "")
         )
         self.facts = facts(models, words, self.capacity)
         dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -167,7 +172,7 @@ class VllmEngine:
                 sampling_params=self._rules.parameters(spec),
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=self._adapters.get(spec.adapter),
                 cache_salt=(spec.cache_salt or None) if self._share_prefixes else spec.request_id,
                 data_parallel_rank=None,
             )

@@ -17,10 +17,16 @@ NOISE_VERSION = "vllm-gumbel-2"
 """Changes with the rule that chooses tokens."""
 
 
-def fingerprint(config: Any, chooser: TokenChooser, eos_ids: Sequence[int], version: str) -> str:
+def fingerprint(
+    config: Any,
+    chooser: TokenChooser,
+    eos_ids: Sequence[int],
+    version: str,
+    adapters: Sequence[tuple[str, str]] = (),
+) -> str:
     """Return a hash of all that decides the text: model, vLLM, arithmetic, what chooses tokens, and what ends it.
 
-    `eos_ids` may come from generation_config.json.
+    `eos_ids` may come from generation_config.json. `adapters`: see `adapters.identity`.
     """
     model, parallel, speculative = config.model_config, config.parallel_config, config.speculative_config
     directory = Path(model.model)
@@ -39,5 +45,7 @@ def fingerprint(config: Any, chooser: TokenChooser, eos_ids: Sequence[int], vers
         [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         speculative and [speculative.method, str(speculative.model), speculative.num_speculative_tokens],
     ]
+    if adapters:
+        parts.append(list(adapters))
     text = json.dumps(parts, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -26,6 +26,7 @@ from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.fingerprint import fingerprint as fingerprint_of
 from worker_svc.engine.models.tokenizer import load_tokenizer
+from worker_svc.engine.vllm.adapters import arguments_for, identity, load_adapters
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.fingerprint import fingerprint
 from worker_svc.engine.vllm.grammars import bound_formats
@@ -54,13 +55,17 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
     except VersionError as error:
         raise ModelError(str(error)) from error
     core, chooser = load_core(options)
+    adapters = load_adapters(core, options.adapters)
     tokenizer = load_tokenizer(options.model)
     rules = rules_for(core.vllm_config, chooser)
     engine = VllmEngine(
         core,
         rules,
         slots=options.slots,
-        fingerprint=fingerprint(core.vllm_config, chooser, rules.eos_ids, vllm.__version__),
+        fingerprint=fingerprint(
+            core.vllm_config, chooser, rules.eos_ids, vllm.__version__, identity(options.adapters)
+        ),
+        adapters=adapters,
         decode=None if tokenizer is None else tokenizer.decode,
         decode_all=None if tokenizer is None else tokenizer.decode_all,
         formats=tokenizer is not None,
@@ -154,6 +159,7 @@ def _arguments(options: VllmOptions) -> dict[str, Any]:
         "num_gpu_blocks_override": None if options.blocks is None else options.blocks + 1,
         "kv_cache_memory_bytes": options.memory_bytes,
     }
+    arguments |= arguments_for(options.adapters, on_cpu=_on_cpu())
     if _on_cpu():
         arguments["block_size"] = CPU_BLOCK_SIZE
         arguments["kv_cache_memory_bytes"] = options.memory_bytes or CPU_MEMORY_BYTES
@@ -221,4 +227,4 @@ def _end_of_sequence_ids(model_config: Any) -> list[int]:
 def _warnings(config: Any, chooser: TokenChooser) -> Iterator[str]:
     """Yield known faults. With the coupling vLLM's sampler is not used, and neither are its seeds."""
     if chooser is TokenChooser.VLLM:
-        yield from known_faults.warnings(config, vllm.__version__)
+        yield from known_faults.warnings(config, vllm.__version__, spare_lora_place=True)

@@ -27,6 +27,8 @@ _METHODS = (
     (EngineCore, "preprocess_add_request", ("self", "request")),
     (EngineCore, "add_request", ("self", "request", "request_wave")),
     (EngineCore, "abort_requests", ("self", "request_ids")),
+    (EngineCore, "add_lora", ("self", "lora_request")),
+    (EngineCore, "pin_lora", ("self", "lora_id")),
     (EngineCore, "step", ("self",)),
     (EngineCore, "step_with_batch_queue", ("self",)),
     (EngineCore, "post_step", ("self", "model_executed")),

@@ -13,9 +13,11 @@ RESERVED: Mapping[str, str] = {
     "async_scheduling": "set LAPS_SD_VLLM_OVERLAP",
     "data_parallel_size": "start several workers instead",
     "dtype": "set LAPS_SD_DTYPE",
+    "enable_lora": "set LAPS_SD_ADAPTERS",
     "enable_prefix_caching": "set LAPS_SD_PREFIX_REUSE_TOKENS",
     "kv_cache_memory_bytes": "set LAPS_SD_KV_MEMORY_BYTES",
     "logits_processors": "they would change the choice of tokens",
+    "max_loras": "all adapters of LAPS_SD_ADAPTERS stay loaded",
     "max_model_len": "set LAPS_SD_CONTEXT_TOKENS",
     "max_num_active_seqs": "set LAPS_SD_SLOTS",
     "max_num_batched_tokens": "set LAPS_SD_PREFILL_CHUNK",
@@ -58,6 +60,8 @@ class VllmOptions:
     trust_remote_code: bool = False
     # Predict the output lengths that remain, where hidden states can be read.
     length_probe: bool = True
+    # Directory of each LoRA adapter, by its name.
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     # vLLM's configuration of speculation; None: none.
     speculative: Mapping[str, Any] | None = None
     # Further arguments of vLLM's EngineArgs, as they are.

@@ -26,6 +26,8 @@ max_num_batched_tokens: set settings.prefillChunk
 enable_prefix_caching: set settings.prefixReuseTokens
 trust_remote_code: set settings.trustRemoteCode
 data_parallel_size: set replicas, which are workers of their own
+enable_lora: adapters names them
+max_loras: all of adapters stay loaded
 async_scheduling: a worker cannot work with it
 logits_processors: they would change the choice of tokens
 scheduler_cls: LAPS-SD has its own
@@ -43,8 +45,19 @@ skip_tokenizer_init: it follows from the model
 {{ .sharedMemory | default (ternary "8Gi" "1Gi" (gt (include "laps-sd.gpus" . | int) 1)) }}
 {{- end -}}
 
+{{/* LoRA adapters, in the form of LAPS_SD_ADAPTERS. Argument: pool. */}}
+{{- define "laps-sd.adapters" -}}
+{{- $found := list -}}
+{{- range $name, $folder := .adapters }}{{ $found = append $found (printf "%s=/models/%s" $name $folder) }}{{ end -}}
+{{- join "," $found -}}
+{{- end -}}
+
 {{/* The environment of a worker over vLLM. Argument: pool. */}}
 {{- define "laps-sd.vllmEnv" -}}
+{{- with include "laps-sd.adapters" . }}
+- name: LAPS_SD_ADAPTERS
+  value: {{ . | quote }}
+{{- end }}
 {{- with include "laps-sd.vllmArgs" . }}
 {{- if ne . "{}" }}
 - name: LAPS_SD_VLLM_ARGS
@@ -73,6 +86,7 @@ skip_tokenizer_init: it follows from the model
 {{- fail (printf "engine of the workers of %s is %s, which serves no target: set engine to auto or vllm, or leave target out." .where $workers.engine) }}
 {{- end -}}
 {{- if ne $workers.engine "vllm" -}}
+{{- if .pool.adapters }}{{ fail (printf "adapters of %s need workers over vLLM, and engine is %s: set workers.engine to vllm." .where $workers.engine) }}{{ end -}}
 {{- if $args }}{{ fail (printf "vllmArgs of the workers of %s are arguments of vLLM, and engine is %s: set engine to vllm." .where $workers.engine) }}{{ end -}}
 {{- else -}}
 {{- if not $own }}{{ fail (printf "engine of the workers of %s is vllm, which needs a model: name target.repo or target.path." .where) }}{{ end -}}
