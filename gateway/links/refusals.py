@@ -41,16 +41,17 @@ def refusal_error(refused: SubmitRefused) -> LapsSdError:
         case SubmitRefused.REASON_EXPIRED:
             return DeadlineExceeded(refused.detail or "the deadline passed before the request was accepted")
         case SubmitRefused.REASON_INVALID:
-            return _invalid(refused.detail)
+            return _invalid(refused)
         case _:
             return Unavailable(
                 refused.detail or "the record cannot be reached", retry_after_s=retry_after_s or 1.0
             )
 
 
-def _invalid(detail: str) -> InvalidArgument:
-    """Return the error for a sentence that begins with the name of a field, which gets the client's name."""
-    if not detail.startswith(SPECIFICATION):
-        return InvalidArgument("", detail or "the request is out of the shard's bounds")
-    field, _, problem = detail.removeprefix(SPECIFICATION).partition(" ")
+def _invalid(refused: SubmitRefused) -> InvalidArgument:
+    """Return the error for a field out of bounds, by the client's name of it if it has one."""
+    if not refused.field.startswith(SPECIFICATION):
+        return InvalidArgument("", refused.detail or "the request is out of the shard's bounds")
+    field = refused.field.removeprefix(SPECIFICATION)
+    problem = refused.detail.removeprefix(f"{refused.field} ")
     return InvalidArgument("prompt" if field == "prompt_ids" else field, problem)

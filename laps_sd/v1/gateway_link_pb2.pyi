@@ -695,12 +695,15 @@ class SubmitRefused(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     reason: Global___SubmitRefused.Reason.ValueType
     detail: _builtins.str
     retry_after_ms: _builtins.int
     """When a retry makes sense, milliseconds; 0: no advice."""
     shard: _builtins.str
     """Set with REASON_KEY_ELSEWHERE."""
+    field: _builtins.str
+    """With REASON_INVALID: the field of Submit that is out of bounds, such as `specification.prompt_ids`; `detail` begins with it."""
     def __init__(
         self,
         *,
@@ -708,10 +711,11 @@ class SubmitRefused(_message.Message):
         detail: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
         shard: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "field", b"field", "reason", b"reason", "retry_after_ms", b"retry_after_ms", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

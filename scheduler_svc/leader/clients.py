@@ -332,7 +332,8 @@ class Clients:
                 checks.check_submission(submission.message, self._limit_tokens(submission))
                 checks.check_attachment(submission.message)
             except InvalidArgument as error:
-                _refuse(session, submission, Refusal.INVALID, error.message)
+                field, _ = error.violations[0]
+                _refuse(session, submission, Refusal.INVALID, error.message, field=field)
                 continue
             new = self._new_request(submission, unix_ms)
             if new.request_id in self.doubtful:  # its withdrawal may be executed later
@@ -750,7 +751,8 @@ def _refuse(
     retry_after_ms: int = 0,
     *,
     shard: str = "",
+    field: str = "",
 ) -> None:
-    refused = replies.refused(reason, detail, retry_after_ms, shard=shard)
+    refused = replies.refused(reason, detail, retry_after_ms, shard=shard, field=field)
     session.reply(replies.submission_refused(submission.submission_id, refused))
     metrics.SUBMISSIONS.labels("refused").inc()

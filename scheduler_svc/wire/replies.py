@@ -64,11 +64,15 @@ class AttachFailure(enum.Enum):
 # Gateways.
 
 
-def refused(reason: Refusal, detail: str, retry_after_ms: int = 0, *, shard: str = "") -> Refused:
+def refused(
+    reason: Refusal, detail: str, retry_after_ms: int = 0, *, shard: str = "", field: str = ""
+) -> Refused:
     """Return a refusal. `retry_after_ms`: when to try again, 0 for no advice; `shard`: the shard to submit
-    to.
+    to; `field`: the field that is out of bounds.
     """
-    return Refused(reason=reason.value, detail=detail, retry_after_ms=retry_after_ms, shard=shard)
+    return Refused(
+        reason=reason.value, detail=detail, retry_after_ms=retry_after_ms, shard=shard, field=field
+    )
 
 
 def submission_refused(submission_id: int, refused: Refused) -> GatewayReply:

@@ -346,17 +346,19 @@ class TestGenerateStream:
         await nobody_left(running)
 
     @pytest.mark.parametrize(
-        ("detail", "field"),
+        ("refused_field", "problem_of_it", "field"),
         [
-            ("specification.sampling.max_tokens must be at most 61, got 62", "sampling.max_tokens"),
-            ("specification.prompt_ids must have at most 63 tokens, got 64", "prompt"),
-            ("attachment_id must be short", ""),
+            ("specification.sampling.max_tokens", "must be at most 61, got 62", "sampling.max_tokens"),
+            ("specification.prompt_ids", "must have at most 63 tokens, got 64", "prompt"),
+            ("attachment_id", "must be short", ""),
+            ("", "a sentence of a scheduler of an earlier build, which names no field", ""),
         ],
     )
     async def test_what_a_shard_cannot_hold_is_refused_by_the_clients_name_of_the_field(
-        self, running: Running, scheduler: FakeScheduler, detail: str, field: str
+        self, running: Running, scheduler: FakeScheduler, refused_field: str, problem_of_it: str, field: str
     ) -> None:
-        scheduler.refuse = Refused(reason=Refused.REASON_INVALID, detail=detail)
+        detail = f"{refused_field} {problem_of_it}".strip()
+        scheduler.refuse = Refused(reason=Refused.REASON_INVALID, detail=detail, field=refused_field)
 
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await running.stub.Generate(HELLO)
