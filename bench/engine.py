@@ -26,10 +26,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from bench._engine.cells import MAX_LENGTH, cells_for
 from bench._engine.configs import other_engines, ours, transformers_modes
@@ -41,6 +40,7 @@ from bench._engine.rows import rows_of
 from bench._engine.tables import tables
 from bench._table.run import run as run_table
 from bench.report import about, finish
+from laps_sd.service.model_dir import end_ids
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from worker_svc.engine.models.load import end_of_sequence_ids
     from worker_svc.loading import DEMO
 
     torch.set_num_threads(options.threads)
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         elif options.target is None:
             options.target, options.draft = DEMO / "target", DEMO / "draft"
-        options.ends = _ends(options.target, end_of_sequence_ids)
+        options.ends = end_ids(options.target)
         cells = cells_for(options)
         facts = facts_of(options, cells)
         print(heading(facts, options))
@@ -98,20 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"missed: {goal.text}")
     met, summary = verdict(judged)
     return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
-
-
-def _ends(target: Path, read: Callable[[Any], frozenset[int]]) -> frozenset[int]:
-    """Return the end tokens of a model directory, as the engine takes them."""
-    from types import SimpleNamespace
-
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(target)
-    try:
-        generation = GenerationConfig.from_pretrained(target)
-    except OSError:
-        generation = None
-    return read(SimpleNamespace(config=config, generation_config=generation))
 
 
 if __name__ == "__main__":

@@ -291,9 +291,7 @@ def load_model(
         for key, value in tokenizer_config.items()
         if key.endswith("_token") and (text := _token_text(value)) is not None
     }
-    eos_ids = set(_ids(config.get("eos_token_id"))) | set(_ids(generation_config.get("eos_token_id")))
-    if not eos_ids and (eos := tokenizer.token_to_id(special_tokens.get("eos_token", ""))) is not None:
-        eos_ids.add(eos)
+    eos_ids = model_dir.end_ids(directory)
     special_ids = {
         token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
     }
@@ -307,7 +305,7 @@ def load_model(
         template=template,
         context_tokens=limit,
         vocab_size=vocab_size,
-        eos_ids=frozenset(eos_ids),
+        eos_ids=eos_ids,
         silent_ids=silent_ids,
         pieces=TokenBytes(tokenizer),
         dialect=dialect,
@@ -381,8 +379,3 @@ def _token_text(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _ids(value: object) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int)]

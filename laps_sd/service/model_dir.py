@@ -1,4 +1,4 @@
-"""Facts that several services read from a model directory, so that they agree: demo pair, longest context.
+"""Facts that several services read from a model directory, so that they agree: demo pair, longest context, ends of texts.
 
 Standard library only. A gateway needs the target's tokenizer and limits, never its weights.
 """
@@ -10,11 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from laps_sd.service.tokenizer_match import vocabulary
+
 __all__ = [
     "LONGEST_DEFAULT_TOKENS",
     "POSITIONS",
     "context_tokens",
     "demo_target_dir",
+    "end_ids",
     "served_name",
     "stored_dtype",
 ]
@@ -56,6 +59,35 @@ def context_tokens(directory: Path | None, setting: int | None) -> int | None:
     return None
 
 
+def end_ids(directory: Path) -> frozenset[int]:
+    """Return the tokens that end an output.
+
+    generation_config.json names them, else config.json (a negative number: none), else tokenizer_config.json by its
+    eos_token. Gateway and worker both use this function: a worker ends at these tokens, and a gateway hides them.
+    """
+    whole, text = _configs(directory)
+    for config in (_json_object(directory / "generation_config.json"), whole, text):
+        named = config.get("eos_token_id")
+        if named is not None:
+            return frozenset(
+                token for token in (named if isinstance(named, list) else [named]) if _is_token_id(token)
+            )
+    token = _json_object(directory / "tokenizer_config.json").get("eos_token")
+    if isinstance(token, dict):  # with its properties
+        token = token.get("content")
+    if not isinstance(token, str):
+        return frozenset()
+    try:
+        tokens = vocabulary(directory) or {}
+    except ValueError:
+        return frozenset()
+    return frozenset(token_id for token_id, text_of in tokens.items() if text_of == token)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def stored_dtype(directory: Path) -> str:
     """Return the dtype that a model's config.json names, float32 if it names none.
 
@@ -71,14 +103,17 @@ def _configs(directory: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what config.json contains, and its part about a text model within a larger one; each is empty if it is
     missing or is no JSON object. The service that loads the model reports that.
     """
-    try:
-        whole = json.loads((directory / "config.json").read_text()) if directory is not None else {}
-    except (OSError, ValueError, RecursionError):
-        return {}, {}
-    if not isinstance(whole, dict):
-        return {}, {}
+    whole = {} if directory is None else _json_object(directory / "config.json")
     text = whole.get("text_config")
     return whole, text if isinstance(text, dict) else {}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def served_name(named: Path) -> str:

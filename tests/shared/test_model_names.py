@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from laps_sd.errors import StartupError
 from laps_sd.service.hub import is_hub_name, local_model
-from laps_sd.service.model_dir import POSITIONS, context_tokens, served_name, stored_dtype
+from laps_sd.service.model_dir import POSITIONS, context_tokens, end_ids, served_name, stored_dtype
 from laps_sd.service.tokenizer_match import TokenizersDiffer, check_tokenizers, vocabulary
 
 DEMO = Path(__file__).parents[2] / "worker_svc" / "demo"
@@ -184,3 +184,26 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: KeyError: 'model'"):
         vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config": {"eos_token_id": [5, 7]}, "config": {"eos_token_id": 1}}, {5, 7}),
+        ({"generation_config": {"temperature": 1.0}, "config": {"eos_token_id": 1}}, {1}),
+        ({"config": {"text_config": {"eos_token_id": 3}}}, {3}),
+        ({"config": {"eos_token_id": -1}, "tokenizer_config": {"eos_token": "w4"}}, set()),
+        ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": "w4"}}, {4}),
+        ({"tokenizer_config": {"eos_token": {"content": "w4"}}}, {4}),
+        ({"tokenizer_config": {"eos_token": "another"}}, set()),
+        ({}, set()),
+    ],
+)
+def test_gateway_and_worker_take_the_ends_of_texts_from_the_same_files(
+    tmp_path: Path, files: dict[str, object], ends: set[int]
+) -> None:
+    words = {f"w{i}": i for i in range(8)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert end_ids(tmp_path) == ends

@@ -15,6 +15,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
+from gateway.model.tokenizer import load_model
+from laps_sd.contract.ends import End
 from laps_sd.service.model_dir import POSITIONS
 from tests.worker.drive import finish_all
 from tests.worker.pairs import VOCAB, llama_config, load_pair, with_own_code, write_model
@@ -23,6 +25,7 @@ from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import Engine, ModelError, Sampling, Specification
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.options import EngineOptions
+from worker_svc.loading import DEMO
 
 SMALL = {
     "vocab_size": VOCAB,
@@ -319,6 +322,22 @@ def test_fingerprints_tell_ends_of_texts_apart(pair: tuple[Path, Path], tmp_path
     path = other / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 7]}))
     assert load_pair(other, max_length=64).fingerprint != load_pair(pair[0], max_length=64).fingerprint
+
+
+def test_the_end_of_texts_may_be_named_by_the_tokenizer_alone(tmp_path: Path) -> None:
+    """Gateways hide that token, so a worker that goes on after it would send empty text up to the limit."""
+    target = Path(shutil.copytree(DEMO / "target", tmp_path / "target"))
+    for name in ("config.json", "generation_config.json"):
+        path = target / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None}))
+    model = load_model(target, name="demo")
+    (end,) = model.eos_ids
+    prompt = tuple(model.encode_text("What is 3 + 4?"))
+    spec = Specification("r", (1, *prompt), (), Sampling(0.0, seed=1), 64)
+
+    output, last, _ = finish_all(load_pair(target, max_length=128), [spec])
+    assert last["r"].finish is End.STOP
+    assert output["r"][-1] == end
 
 
 def test_ends_of_texts_that_are_no_tokens_are_left_out(pair: tuple[Path, Path], tmp_path: Path) -> None:

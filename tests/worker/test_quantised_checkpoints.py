@@ -18,7 +18,6 @@ from tests.worker.packed import Packer, awq, gptq, write_gguf, write_packed
 from tests.worker.pairs import VOCAB, load_pair, write_model
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
-from worker_svc.engine.models.load import end_of_sequence_ids
 from worker_svc.engine.quantisation.checkpoint import load_quantised
 from worker_svc.engine.quantisation.linear import QuantisedLinear
 
@@ -81,15 +80,6 @@ def test_stored_numbers_that_are_no_parameters_are_read_too(tmp_path: Path) -> N
     model.save_pretrained(source)
     packed, dequantised = write_packed(source, tmp_path, *KEPT["gptq"])
     assert_text_of(dequantised, packed)
-
-
-def test_tokens_that_end_a_text_are_those_of_the_generation_config(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    packed, _ = write_packed(pair[0], tmp_path, *KEPT["awq"])
-    (packed / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    model = load_quantised(packed, dtype=torch.float32, trust_remote_code=False)
-    assert end_of_sequence_ids(model) == {5, 7}
 
 
 def test_layers_that_do_not_fit_are_said_and_may_be_quantised_again(

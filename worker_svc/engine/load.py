@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from laps_sd.service.model_dir import end_ids
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.cpu.quantised import PANEL
 from worker_svc.engine.engine import SpeculativeEngine
@@ -17,12 +18,7 @@ from worker_svc.engine.interface import ComputedBy, Drafter, ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
 from worker_svc.engine.models.dtypes import dtype_for
 from worker_svc.engine.models.fingerprint import fingerprint
-from worker_svc.engine.models.load import (
-    check_tokenizers,
-    check_vocabularies,
-    end_of_sequence_ids,
-    load_packed,
-)
+from worker_svc.engine.models.load import check_tokenizers, check_vocabularies, load_packed
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.tokenizer import load_tokenizer
 from worker_svc.engine.options import EngineOptions, LoadOptions
@@ -68,9 +64,7 @@ def load_engine(
         )
     draft = None
     tokenizer = load_tokenizer(target_path)
-    # Some configurations have -1 for none.
-    named, vocabulary = end_of_sequence_ids(target.model), range(target.shape.vocab_size)
-    eos_ids = frozenset(token for token in named if token in vocabulary)
+    eos_ids = frozenset(token for token in end_ids(target_path) if token < target.shape.vocab_size)
     if draft_path is not None:
         # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
         draft = _model(draft_path, "draft", device, options, deterministic=False)
@@ -219,7 +213,8 @@ def _probe(target_path: Path, target: PackedModel) -> LengthProbe | None:
 
 
 def _fingerprint(target: Path, draft: Path | None, options: LoadOptions, eos_ids: frozenset[int]) -> str:
-    """Return a hash of all that decides the text of an engine. `eos_ids` may come from generation_config.json.
+    """Return a hash of all that decides the text of an engine. `eos_ids` may come from files that the models'
+    fingerprints leave out.
 
     Determinism counts as it is set: where the setting leaves it open, machines of different kinds share a pool.
     """

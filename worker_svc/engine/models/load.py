@@ -71,17 +71,6 @@ def load_packed(
     return packed
 
 
-def end_of_sequence_ids(model: Any) -> frozenset[int]:
-    """Return the ids that end a generation, by the generation config if it names any, else by the model's
-    config.
-    """
-    for config in (getattr(model, "generation_config", None), model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
-    return frozenset()
-
-
 def check_tokenizers(target: Path, draft: Path) -> None:
     """Raise ModelError unless a token id means the same to both models, few excepted; either may have ids that
     the other lacks.

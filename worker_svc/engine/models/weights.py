@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker_svc.engine.cpu.kernels import ALIGNED
 
-SINGLE, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
@@ -34,12 +34,9 @@ def read_model(directory: Path, *, dtype: torch.dtype, trust_remote_code: bool) 
         )
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    model, info = type(shell).from_pretrained(
+    return type(shell).from_pretrained(  # type: ignore[no-any-return]
         None, config=shell.config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
-    if (directory / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return model, info
 
 
 def _weights(directory: Path) -> dict[str, Any] | None:

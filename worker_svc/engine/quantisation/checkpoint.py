@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from worker_svc.engine.cpu.quantised import Quantised
@@ -20,8 +20,6 @@ from worker_svc.engine.interface import ModelError
 from worker_svc.engine.quantisation import gptq
 from worker_svc.engine.quantisation.gguf import GgufFile
 from worker_svc.engine.quantisation.linear import QuantisedLinear
-
-GENERATION = "generation_config.json"
 
 Weights = Callable[[str, tuple[int, ...]], "Quantised | torch.Tensor | None"]
 """Returns a weight of this name and shape; None if the checkpoint does not have it."""
@@ -58,8 +56,6 @@ def load_quantised(directory: Path, *, dtype: torch.dtype, trust_remote_code: bo
         raise ModelError(f"lacks weights: {min(missing - tied)}")
     if missing:
         model.tie_weights()
-    if (directory / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 
 

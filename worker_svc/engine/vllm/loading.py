@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
-from laps_sd.service.model_dir import served_name
+from laps_sd.service.model_dir import end_ids, served_name
 from laps_vllm import known_faults
 from laps_vllm.versions import VersionError, check_names, check_version
 from worker_svc.engine.facts import model_words, stored_parameters
@@ -133,7 +133,7 @@ def rules_for(config: Any, chooser: TokenChooser) -> Rules:
         speculates=config.speculative_config is not None,
         on_cpu=config.device_config.device_type == "cpu",
         version=vllm.__version__,
-        eos_ids=_end_of_sequence_ids(config.model_config),
+        eos_ids=_end_ids(config.model_config),
     )
 
 
@@ -213,15 +213,9 @@ def _probe(config: Any, chooser: TokenChooser) -> LengthProbe | None:
     return LengthProbe(fingerprint_of(directory), layers, model.get_hidden_size())
 
 
-def _end_of_sequence_ids(model_config: Any) -> list[int]:
-    """Return the ids that end a generation, by the generation config if it names any, else by the model's."""
-    for named in (
-        (model_config.try_get_generation_config() or {}).get("eos_token_id"),
-        getattr(model_config.hf_text_config, "eos_token_id", None),
-    ):
-        if named is not None:
-            return sorted(named) if isinstance(named, list | tuple) else [named]
-    return []
+def _end_ids(model_config: Any) -> list[int]:
+    vocabulary = model_config.get_vocab_size()
+    return sorted(token for token in end_ids(Path(model_config.model)) if token < vocabulary)
 
 
 def _warnings(config: Any, chooser: TokenChooser) -> Iterator[str]:
