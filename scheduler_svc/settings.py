@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from laps_sd.contract.limits import TEN_YEARS_S
 from laps_sd.service.config import LENGTH_KEY_HELP, field
-from laps_sd.service.leader_link import is_address
+from laps_sd.service.leader_link import LEAST_SILENCE_S, is_address
 from laps_sd.service.serving_settings import ServingSettings
 from scheduler_svc.core.placement.routing import PlacementName
 from scheduler_svc.core.policies import PolicyName
@@ -89,7 +89,10 @@ class SchedulerSettings(RecordSettings, ServingSettings):
         maximum=600.0,
     )
     silence_s: float = field(
-        5.0, help="A peer that has sent nothing for this long is given up.", minimum=1.5, maximum=600.0
+        5.0,
+        help="A peer that has sent nothing for this long is given up.",
+        minimum=LEAST_SILENCE_S,
+        maximum=600.0,
     )
     watchdog_s: float = field(
         60.0,

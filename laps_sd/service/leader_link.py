@@ -28,6 +28,8 @@ __all__ = [
     "BACK_OFF_FIRST_S",
     "BACK_OFF_LONGEST_S",
     "COLUMNS_VERSION",
+    "HEARTBEAT_S",
+    "LEAST_SILENCE_S",
     "MAX_REFERRALS",
     "PROTOCOL_VERSIONS",
     "BackOff",
@@ -47,6 +49,12 @@ PROTOCOL_VERSIONS = (2, 1)
 """Versions of both links, newest first. A peer supports its newest and the one before."""
 COLUMNS_VERSION = 2
 """First version of both links with columns for what has nothing but tokens."""
+
+HEARTBEAT_S = 1.0
+"""Longest interval of heartbeats, and that of schedulers."""
+LEAST_SILENCE_S = 1.5
+"""Shortest silence of a peer after which it may be given up: longer than any interval of heartbeats, so that no
+settings of two services need to be compared."""
 
 # Two standbys may name each other for a moment, during a change of leader.
 MAX_REFERRALS = 4

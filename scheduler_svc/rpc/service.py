@@ -18,6 +18,7 @@ import grpc.aio
 import laps_sd
 from laps_sd.errors import FailedPrecondition, InvalidArgument, LapsSdError, NotFound, Unavailable
 from laps_sd.service.leader_link import (
+    HEARTBEAT_S,
     PROTOCOL_VERSIONS,
     Liveness,
     PeerSilent,
@@ -51,7 +52,6 @@ from scheduler_svc.wire.replies import Refusal
 
 log = get_logger(__name__)
 
-HEARTBEAT_S = 1.0
 HELLO_TIMEOUT_S = 5.0
 STORE_DOWN_DETAIL = "the record is unavailable; nothing is accepted until it is back"
 DEFAULT_QUEUE_LIMIT = 100

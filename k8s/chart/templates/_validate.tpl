@@ -33,12 +33,6 @@
 {{- if lt $wait (addf $lease 5.0) }}
 {{- fail (printf "gateway.settings.schedulerWaitS (%v s) must be at least scheduler.settings.leaseS (%v s) and 5 seconds: gateways would refuse calls during every change of leader." $wait $lease) }}
 {{- end -}}
-{{- $silence := $scheduler.silenceS | default 5.0 | float64 -}}
-{{- $gatewayBeat := .Values.gateway.settings.heartbeatS | default 1.0 | float64 -}}
-{{- if ge $gatewayBeat $silence }}
-{{- fail (printf "gateway.settings.heartbeatS (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every gateway." $gatewayBeat $silence) }}
-{{- end -}}
-{{- include "laps-sd.validateSilence" (dict "where" "gateway.settings:" "settings" .Values.gateway.settings) -}}
 {{- if and (eq .Values.gateway.anonymous "no") (not .Values.gateway.apiKeysSecret) }}
 {{- fail "gateway.anonymous is no and gateway.apiKeysSecret is empty: every call would be refused. Give a secret with tenants.toml, or set gateway.anonymous=auto." }}
 {{- end -}}
@@ -106,12 +100,6 @@
 {{- if and (eq (int $workers.maxSurge) 0) (eq (int $workers.maxUnavailable) 0) }}
 {{- fail (printf "maxSurge and maxUnavailable of the workers of %s are both 0: an update could never begin." .where) }}
 {{- end -}}
-{{- $beat := $workers.settings.heartbeatS | default 1.0 | float64 -}}
-{{- $silence := .root.Values.scheduler.settings.silenceS | default 5.0 | float64 -}}
-{{- if ge $beat $silence }}
-{{- fail (printf "settings.heartbeatS of the workers of %s (%v s) must be smaller than scheduler.settings.silenceS (%v s): the scheduler would give up every worker." .where $beat $silence) }}
-{{- end -}}
-{{- include "laps-sd.validateSilence" (dict "where" (printf "settings of the workers of %s:" .where) "settings" $workers.settings) -}}
 {{- include "laps-sd.validateDownload" (dict "root" .root "pool" .pool "where" .where) -}}
 {{- include "laps-sd.validateGpus" (dict "root" .root "values" $workers "where" .where) -}}
 {{- include "laps-sd.validateVllm" (dict "pool" .pool "where" .where) -}}
@@ -129,14 +117,6 @@
 {{- if and (ne .root.Values.tls.links.mode "off") (not $scaling.authenticationRef) }}
 {{- fail (printf "KEDA cannot dial the scheduler of %s: with tls.links on, name a TriggerAuthentication with a client certificate in autoscaling.authenticationRef." .where) }}
 {{- end -}}
-{{- end -}}
-{{- end -}}
-
-{{/* Schedulers send a heartbeat each second. Arguments: where, settings. */}}
-{{- define "laps-sd.validateSilence" -}}
-{{- $silence := .settings.silenceS | default 5.0 | float64 -}}
-{{- if lt $silence 1.5 }}
-{{- fail (printf "%s silenceS (%v s) must be at least 1.5: a scheduler that has nothing else to send sends a heartbeat each second, and would be given up in between." .where $silence) }}
 {{- end -}}
 {{- end -}}
 

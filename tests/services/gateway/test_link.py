@@ -420,7 +420,7 @@ class TestSilence:
     async def test_a_silent_leader_is_given_up(
         self, scheduler: FakeScheduler, start_gateway: StartGateway
     ) -> None:
-        running: Running = await start_gateway(scheduler.address, silence_s=0.4)
+        running: Running = await start_gateway(scheduler.address, silence_s=1.5)
         call = running.stub.GenerateStream(HELLO)
         request_id = await scheduler.submitted()
         scheduler.commit(request_id, tokens(0, 2))

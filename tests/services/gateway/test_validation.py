@@ -335,7 +335,8 @@ def test_the_shard_is_the_beginning_of_the_id() -> None:
         ({"shard": "größe"}, "LAPS_SD_SHARD"),
         ({"shard": "a" * 65}, "LAPS_SD_SHARD"),
         ({"cors_origins": ("https://app.example/",)}, "LAPS_SD_CORS_ORIGINS"),
-        ({"heartbeat_s": 5.0}, "LAPS_SD_SILENCE_S"),
+        ({"heartbeat_s": 1.1}, "LAPS_SD_HEARTBEAT_S must be at most 1.0"),
+        ({"silence_s": 1.4}, "LAPS_SD_SILENCE_S must be at least 1.5"),
         ({"backoff_min_s": 3.0}, "LAPS_SD_BACKOFF_MAX_S"),
     ],
 )

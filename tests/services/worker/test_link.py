@@ -450,7 +450,7 @@ async def test_an_engine_that_hangs_ends_the_worker_once_its_scheduler_has_given
 ) -> None:
     monkeypatch.setattr(thread, "STOP_S", 0.1)
     engine = Gated()
-    async with scheduler() as s, worker(s.address, engine=engine, engine_silence_s=1.0, silence_s=0.2) as w:
+    async with scheduler() as s, worker(s.address, engine=engine, engine_silence_s=1.0, silence_s=1.5) as w:
         stream = await s.greet()
         await stream.lease(spec("a"))
         await stream.assign("a")
@@ -469,13 +469,13 @@ async def test_heartbeats_go_up() -> None:
 
 
 async def test_a_silent_scheduler_is_given_up_and_a_heard_one_is_not() -> None:
-    async with scheduler() as s, worker(s.address, silence_s=0.3):
+    async with scheduler() as s, worker(s.address, silence_s=1.5):
         silent = await s.greet()
         heard = await s.accept()  # the silent one was given up
         await heard.greet()
         for _ in range(20):
             await heard.send(heartbeat=gateway_pb.Heartbeat())
-            await asyncio.sleep(0.03)  # twice the silence in all
+            await asyncio.sleep(0.15)  # twice the silence in all
 
         assert silent.ended.is_set()
         assert not heard.ended.is_set()
