@@ -51,7 +51,13 @@ class LearntFile:
                 raise ValueError("the digest is another one")
             if found.get("format") != FORMAT:
                 return None, f"{self.path} was written by another version of LAPS-SD, and is not used"
-            return Priors.from_dict(found, predictor()), f"read from {self.path}"
+            priors = Priors.from_dict(found, predictor())
+            if found["prompts"]["learned"] > priors.prompts.learned:
+                return (
+                    priors,
+                    f"read from {self.path}, without the words of prompts, which were read otherwise",
+                )
+            return priors, f"read from {self.path}"
         except FileNotFoundError:
             return None, f"{self.path} does not exist yet"
         except OSError as error:

@@ -196,14 +196,20 @@ class Leadership:
         return loop
 
     def _priors(self, blob: bytes | None) -> Priors:
-        """Return what earlier leaders have learned, if anything. What is damaged is learned again."""
+        """Return what earlier leaders have learned, if anything. What cannot be used is learned again."""
         start = start_weights(self.settings.length_key)
-        if blob:
-            try:
-                return Priors.from_dict(json.loads(blob), PromptLengths(*start))
-            except (ValueError, RecursionError) as error:
-                log.warning("what was learnt cannot be used: learning starts again", reason=str(error))
-        return Priors(PromptLengths(*start))
+        if not blob:
+            return Priors(PromptLengths(*start))
+        try:
+            learnt = json.loads(blob)
+            priors = Priors.from_dict(learnt, PromptLengths(*start))
+        except (ValueError, RecursionError) as error:
+            log.warning("what was learnt cannot be used: learning starts again", reason=str(error))
+            return Priors(PromptLengths(*start))
+        if learnt["prompts"]["learned"] > priors.prompts.learned:
+            reason = "the words of prompts: LAPS_SD_LENGTH_KEY or the start weights are others"
+            log.warning("what was learnt cannot be used: learning starts again", reason=reason)
+        return priors
 
     async def _renew(self) -> None:
         """Renew the lease three times per period. While the record is away no other process can lead either,

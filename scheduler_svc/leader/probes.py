@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
+from laps_sd.service.log import get_logger
 
 __all__ = ["MAX_KINDS", "Probes"]
+
+log = get_logger(__name__)
 
 MAX_KINDS = 4
 """Kinds of probes that are kept (our choice): one shard has one target model, and another one during a change."""
@@ -67,12 +70,14 @@ class Probes:
         """Return what the record's copy holds; what cannot be read is left out: the workers learn it again."""
         probes = cls()
         try:
-            read = json.loads(blob or b"{}")
-            entries = read["probes"] if read.get("format") == FORMAT else []
-            for entry in entries:
+            read: dict[str, Any] = json.loads(blob) if blob else {"format": FORMAT, "probes": []}
+            if read["format"] != FORMAT:
+                raise ValueError("another version of LAPS-SD wrote them")
+            for entry in read["probes"]:
                 probes.take(_probe(entry))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            pass
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            reason = f"the probes of workers: {error!r}"
+            log.warning("what was learnt cannot be used: learning starts again", reason=reason)
         probes.unsaved = False
         return probes
 

@@ -805,9 +805,10 @@ class TestTheRecord:
             assert theirs.mean == pytest.approx(mine.mean, rel=0.1)
         assert again.cost == priors.cost
 
-    def test_another_format_starts_afresh(self) -> None:
-        assert Priors.from_dict({"format": 99, "version": 7}).to_dict() == Priors().to_dict()
-        assert Priors.from_dict({}).version == 0
+    @pytest.mark.parametrize("data", [{"format": 99, "version": 7}, {}])
+    def test_another_format_is_refused(self, data: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="another version of LAPS-SD"):
+            Priors.from_dict(data)
 
     @pytest.mark.parametrize(
         ("place", "value", "problem"),

@@ -32,6 +32,7 @@ from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_versi
 from scheduler_svc.core.estimates import priors as priors_module
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.estimates.priors import FORMAT, Priors
+from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.policies import policy_named
@@ -429,6 +430,17 @@ class TestLearntFile:
 
         assert priors.to_dict() == Priors().to_dict()
         assert sentence == f"{tmp_path / 'l'} was written by another version of LAPS-SD, and is not used"
+
+    def test_words_that_were_read_under_another_key_are_learnt_again(self, tmp_path: Path) -> None:
+        file = LearntFile(tmp_path / "l")
+        learnt = self.learnt()
+        learnt.prompts.learned = 1
+        file.keep(learnt)
+        file.save()
+        priors, sentence = file.load(lambda: PromptLengths(start_name="of another key"))
+
+        assert priors.prompts.learned == 0
+        assert sentence.startswith(f"read from {tmp_path / 'l'}, without the words of prompts")
 
     def test_lists_without_end_start_learning_again(self, tmp_path: Path) -> None:
         (tmp_path / "l").write_text("[" * 10**6)

@@ -287,15 +287,15 @@ class Priors:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], prompts: PromptLengths | None = None) -> Priors:
         """Return the priors that `to_dict` gave; `prompts`, still untaught, learns on from what it had learned.
-        With another format return new ones: the core can work without any priors.
 
-        Raises ValueError, with a sentence, where they are damaged. Then `prompts` may have changed.
+        Raises ValueError, with a sentence, where they are damaged or of another format. Then `prompts` may have
+        changed.
         """
         if not isinstance(data, Mapping):
             raise ValueError("what was learnt must be a mapping")
-        priors = cls(prompts)
         if data.get("format") != FORMAT:
-            return priors
+            raise ValueError("it was written by another version of LAPS-SD")
+        priors = cls(prompts)
         try:
             check_priors(data, MAX_CLASSES)
             priors._restore(data)

@@ -1155,17 +1155,29 @@ async def test_made_up_ids_are_read_together(
         assert not (await client.next("cancel_reply")).found
 
 
-@pytest.mark.parametrize("damage", [b"[", b"[]", b'"all"', b"NaN"])
-async def test_a_leader_begins_anew_where_what_was_learnt_is_damaged(
-    start: StartScheduler, damage: bytes
+@pytest.mark.parametrize("damage", ["[", "[]", '"all"', "NaN", "another format", "another key", "probes"])
+async def test_a_leader_logs_that_it_begins_anew_where_what_was_learnt_cannot_be_used(
+    start: StartScheduler, damage: str
 ) -> None:
     learnt = Priors().to_dict()
-    learnt["cost"]["prefill_s"] = float("nan")
+    learnt["prompts"]["learned"] = 1
+    if damage == "NaN":
+        learnt["cost"]["prefill_s"] = float("nan")
+    elif damage == "another format":
+        learnt["format"] += 1
     first = await start(priors_save_s=3600.0)
-    await first.store.save_priors(json.dumps(learnt).encode() if damage == b"NaN" else damage)
+    if damage == "probes":
+        await first.store.save_probes(b'{"format": 2, "probes": []}')
+    else:
+        whole = damage in ("NaN", "another format", "another key")
+        await first.store.save_priors((json.dumps(learnt) if whole else damage).encode())
     await first.crash()
     with structlog.testing.capture_logs() as lines:
         second = await start()
 
     assert second.leadership.loop is not None
-    assert "what was learnt cannot be used: learning starts again" in [line["event"] for line in lines]
+    (line,) = (
+        line for line in lines if line["event"] == "what was learnt cannot be used: learning starts again"
+    )
+    named = {"another format": "another version", "another key": "LAPS_SD_LENGTH_KEY", "probes": "probes"}
+    assert named.get(damage, "") in line["reason"]
