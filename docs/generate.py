@@ -54,6 +54,11 @@ OF_A_CHECKOUT = (
     "LAPS_SD_TEST_VLLM_PYTHON",
 )
 """Variables that only `bench/` and `tests/` read."""
+OF_THE_OPERATOR = (
+    "LAPS_SD_OPERATOR_HEALTH_PORT",
+    "LAPS_SD_OPERATOR_METRICS_PORT",
+    "LAPS_SD_OPERATOR_NAMESPACE",
+)
 USUAL_BUCKETS = {tuple(map(float, SECONDS)): "seconds", tuple(map(float, TOKENS)): "tokens"}
 
 
@@ -138,7 +143,7 @@ def variables_module() -> str:
     classes = (*(cls for _, _, cls, _ in SERVICES), VllmSettings)
     fields = (field for cls in classes for field in dataclasses.fields(cls))
     names = {config.variable(field.name) for field in fields} | command_line_variables()
-    names |= {*OF_A_CHECKOUT, UNTESTED_VARIABLE}
+    names |= {*OF_A_CHECKOUT, *OF_THE_OPERATOR, UNTESTED_VARIABLE}
     lines = [
         '"""Every variable that a program of the project reads. Written by docs/generate.py from the code: `make docs`."""',
         "",

@@ -206,7 +206,14 @@ def test_a_mistyped_variable_is_named_with_the_one_that_was_meant():
 
 def test_what_only_another_program_of_the_project_reads_is_no_mistake():
     environ = dict.fromkeys(
-        ("LAPS_SD_BENCH_DATA", "LAPS_SD_URL", "LAPS_SD_FAKE_ROUND_S", "LAPS_SD_LEASE_S"), ""
+        (
+            "LAPS_SD_BENCH_DATA",
+            "LAPS_SD_URL",
+            "LAPS_SD_FAKE_ROUND_S",
+            "LAPS_SD_LEASE_S",
+            "LAPS_SD_OPERATOR_NAMESPACE",
+        ),
+        "",
     )
 
     assert unknown(environ | {"PATH": "/bin"}) == {}
