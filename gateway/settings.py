@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from laps_sd.contract.limits import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, TEN_YEARS_S
+from laps_sd.contract.shard_names import SHARD_NAME, SHARD_NAME_RULE
 from laps_sd.service.adapters import adapter_problems
 from laps_sd.service.config import LENGTH_KEY_HELP, field
 from laps_sd.service.leader_link import (
@@ -27,7 +28,6 @@ ToolParser: TypeAlias = Literal[
 ]
 ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
 
-SHARD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names of shards that are part of a valid request id."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -302,14 +302,14 @@ class GatewaySettings(LinkSettings, ServingSettings):
         """Yield the problems that no check of a single field can find."""
         yield from super().problems()
         yield from adapter_problems(self.adapters, with_directories=False)
-        if not SHARD.fullmatch(self.shard):
-            yield f"LAPS_SD_SHARD must be 1 to 64 letters from a to z, digits, - and _, got {self.shard!r}."
+        if not SHARD_NAME.fullmatch(self.shard):
+            yield f"LAPS_SD_SHARD must be {SHARD_NAME_RULE}, got {self.shard!r}."
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 yield f"LAPS_SD_CORS_ORIGINS must be origins such as https://app.example, or *, got {origin!r}."
         if not self.allows_anonymous and self.api_keys_file is None and not self.trust_tenant_metadata:
             yield (
-                "LAPS_SD_ANONYMOUS=no needs LAPS_SD_API_KEYS_FILE: without keys nobody could call the gateway."
+                "LAPS_SD_ANONYMOUS=no needs LAPS_SD_API_KEYS_FILE: without keys every call would be refused."
                 if self.anonymous == "no"
                 else "LAPS_SD_API_KEYS_FILE must name a file of tenants, or LAPS_SD_ANONYMOUS must be yes, because other"
                 f" machines can call a gateway at {self.grpc_host}."

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from laps_sd.contract.shard_names import SHARD_NAME, SHARD_NAME_RULE
 from laps_sd.service.config import Settings, field, without_password
 from scheduler_svc.store.redis_url import parse_redis_url
 
@@ -84,5 +85,5 @@ class RecordSettings(Settings):
 
 def name_problems(variable: str, name: str) -> Iterator[str]:
     """Yield what is wrong with the name of a shard or pool."""
-    if not name or not name.replace("-", "").replace("_", "").isalnum() or len(name) > 64:
-        yield f"{variable} must be 1 to 64 letters, digits, '-' or '_', got {name!r}."
+    if not SHARD_NAME.fullmatch(name):
+        yield f"{variable} must be {SHARD_NAME_RULE}, got {name!r}."

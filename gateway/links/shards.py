@@ -30,6 +30,7 @@ from gateway.links.client_stream import Accepted, ClientStream
 from gateway.links.link import ShardLink
 from gateway.links.request_ids import shard_of
 from gateway.settings import GatewaySettings
+from laps_sd.contract.shard_names import SHARD_NAME, SHARD_NAME_RULE
 from laps_sd.errors import LapsSdError, NotFound, StartupError, Unavailable
 from laps_sd.service.files import read_bounded
 from laps_sd.service.log import get_logger
@@ -46,7 +47,6 @@ MAX_FILE_BYTES = 1024 * 1024
 BASE32 = "abcdefghijklmnopqrstuvwxyz234567"
 ID_CHARACTERS = 26  # 130 bits
 ISSUED_ID = re.compile(rf"[A-Za-z0-9_-]+\.[{BASE32}]{{{ID_CHARACTERS}}}")
-SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 Refused = link_pb2.SubmitRefused
 OF_ONE_SHARD = (Refused.REASON_QUEUE_FULL, Refused.REASON_STORE_UNAVAILABLE, Refused.REASON_INVALID)
@@ -83,10 +83,8 @@ def parse_shards(text: str) -> list[ShardPlace]:
         if len(words) not in (2, 3) or words[2:] not in ([], ["draining"]):
             raise ValueError(f"line {number} must be NAME HOST:PORT[,HOST:PORT …] [draining]")
         name, seeds = words[0], tuple(seed for seed in words[1].split(",") if seed)
-        if not SHARD.fullmatch(name):
-            raise ValueError(
-                f"line {number}: a shard is named by 1 to 63 letters, digits, - and _, got {name!r}"
-            )
+        if not SHARD_NAME.fullmatch(name):
+            raise ValueError(f"line {number}: the name of a shard must be {SHARD_NAME_RULE}, got {name!r}")
         if name in places:
             raise ValueError(f"line {number}: shard {name!r} is there already")
         for problem in seed_problems(seeds):

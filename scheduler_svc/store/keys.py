@@ -8,8 +8,9 @@ shard have ended, each key that is left has an expiry.
 from __future__ import annotations
 
 import hashlib
-import re
 from urllib.parse import quote
+
+from laps_sd.contract.shard_names import SHARD_NAME, SHARD_NAME_RULE
 
 SCHEMA_VERSION = 2
 """Version of the layout, increased when keys, fields or encodings change so that another release would
@@ -31,17 +32,13 @@ CLAIM_SLACK_S = 60
 moment too early.
 """
 
-_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
 
 class Keys:
     """The keys of one shard."""
 
     def __init__(self, shard: str) -> None:
-        if not _SHARD.fullmatch(shard):
-            raise ValueError(
-                f"shard {shard!r}: 1 to 63 letters, digits, '.', '_' or '-', the first a letter or a digit"
-            )
+        if not SHARD_NAME.fullmatch(shard):
+            raise ValueError(f"the name of a shard must be {SHARD_NAME_RULE}, got {shard!r}")
         self.shard = shard
         self.prefix = f"laps-sd:{{{shard}}}:"
 

@@ -13,14 +13,14 @@ from scheduler_svc.store.scripts import Script
 
 
 def test_the_hash_tag_is_the_shard_whatever_follows() -> None:
-    keys = Keys("main.eu-1")
+    keys = Keys("main-eu_1")
     built = [keys.leader(), keys.log(), keys.request("{x}"), keys.idempotency("{t}", "{k}:{l}")]
 
-    assert {"main.eu-1"} == {re.search(r"\{(.*?)\}", key).group(1) for key in built}  # type: ignore[union-attr]
-    assert all(key.startswith("laps-sd:{main.eu-1}:") for key in built)
+    assert {"main-eu_1"} == {re.search(r"\{(.*?)\}", key).group(1) for key in built}  # type: ignore[union-attr]
+    assert all(key.startswith("laps-sd:{main-eu_1}:") for key in built)
 
 
-@pytest.mark.parametrize("shard", ["", "a}b", "a:b", "a b", "-a", "a" * 64, "ä"])
+@pytest.mark.parametrize("shard", ["", "a.b", "_a", "a}b", "a:b", "a b", "-a", "a" * 64, "ä"])
 def test_a_shard_name_that_would_break_the_keys_is_refused(shard: str) -> None:
     with pytest.raises(ValueError, match="shard"):
         Keys(shard)

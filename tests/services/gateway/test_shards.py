@@ -110,7 +110,7 @@ class TestTheFile:
             ("s0 a:1 draining", "must name at least one shard that is not draining"),
             ("s0", "line 1 must be NAME"),
             ("s0 a:1 b:2", "line 1 must be NAME"),
-            ("s.0 a:1", "line 1: a shard is named by"),
+            ("s.0 a:1", "line 1: the name of a shard must be"),
             ("s0 a:1\ns0 b:2", "line 2: shard 's0' is there already"),
             ("s0 a", "line 1: the schedulers of shard 's0' must be host:port"),
             ("s0 a:0", "line 1: the schedulers of shard 's0' must be host:port"),

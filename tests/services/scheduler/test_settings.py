@@ -37,9 +37,12 @@ from tests.helpers import wait_until
             {"LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE": "/none", "LAPS_SD_REDIS_URL": "redis+sentinel://s/main"},
             "LAPS_SD_REDIS_SENTINEL_PASSWORD_FILE must name a file; /none is not a file",
         ),
+        ({"LAPS_SD_SHARD": "_a"}, "LAPS_SD_SHARD must be 1 to 63 letters"),
+        ({"LAPS_SD_SHARD": "a" * 64}, "LAPS_SD_SHARD must be 1 to 63 letters"),
+        ({"LAPS_SD_POOL": "größe"}, "LAPS_SD_POOL must be 1 to 63 letters"),
     ],
 )
-def test_a_wrong_setting_for_sentinels_is_a_sentence(environ: dict[str, str], said: str) -> None:
+def test_a_wrong_setting_for_the_record_is_a_sentence(environ: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(SchedulerSettings, {}, environ=environ)
 
