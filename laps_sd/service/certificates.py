@@ -26,7 +26,7 @@ from laps_sd.service import metrics
 from laps_sd.service.log import get_logger
 from laps_sd.service.wire import Tls
 
-__all__ = ["EXPIRY", "ServedCertificate", "expires_at", "expose_expiry"]
+__all__ = ["EXPIRY", "ServedCertificate", "expires_at", "expose_expiry", "no_passphrase"]
 
 log = get_logger(__name__)
 
@@ -120,7 +120,7 @@ class ServedCertificate:
 
     def _read(self) -> _Files:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(self._cert, self._key, _no_passphrase)
+        context.load_cert_chain(self._cert, self._key, no_passphrase)
         if self._ca is not None:
             try:
                 context.load_verify_locations(self._ca)
@@ -131,7 +131,7 @@ class ServedCertificate:
         return _Files(self._cert.read_bytes(), self._key.read_bytes(), ca, context)
 
 
-def _no_passphrase() -> str:
+def no_passphrase() -> str:
     """Refuse a key that needs a passphrase, for which OpenSSL would ask at the terminal and wait."""
     raise OSError("the key is encrypted, and a service has no passphrase for it")
 

@@ -131,7 +131,8 @@ class Servers:
             options |= {"username": url.username or None, "password": url.password or None}
         if url.tls and tls is not None:
             files = {"ssl_ca_certs": tls.ca, "ssl_certfile": tls.cert, "ssl_keyfile": tls.key}
-            encrypted = {name: str(path) for name, path in files.items() if path is not None}
+            encrypted: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+            encrypted["ssl_password"] = ""  # without one OpenSSL would ask at the terminal, and wait
             options |= encrypted
             self._sentinel_options |= encrypted
         if url.tls:

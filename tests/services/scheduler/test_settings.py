@@ -17,8 +17,11 @@ from laps_sd.cli import dial
 from laps_sd.service.config import ConfigError, load
 from laps_sd.service.wire import Tls
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
+from scheduler_svc.record import open_record
+from scheduler_svc.record_settings import RecordSettings
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.embedded import EmbeddedServer
+from tests.certificates import openssl, write_certificates
 from tests.helpers import wait_until
 
 
@@ -47,6 +50,19 @@ def test_a_wrong_setting_for_the_record_is_a_sentence(environ: dict[str, str], s
         load(SchedulerSettings, {}, environ=environ)
 
     assert said in str(refused.value)
+
+
+def test_a_key_that_cannot_be_used_for_the_record_is_refused_at_the_start(tmp_path: Path) -> None:
+    """OpenSSL would ask for the passphrase at the terminal, and the scheduler would wait for an answer."""
+    folder = write_certificates(tmp_path / "pki")
+    openssl(folder, "pkey", "-in", "key.pem", "-aes128", "-passout", "pass:secret", "-out", "encrypted.pem")
+    environ = {
+        "LAPS_SD_REDIS_URL": "rediss://127.0.0.1:6379",
+        "LAPS_SD_REDIS_TLS_CERT": str(folder / "cert.pem"),
+        "LAPS_SD_REDIS_TLS_KEY": str(folder / "encrypted.pem"),
+    }
+    with pytest.raises(ConfigError, match="LAPS_SD_REDIS_TLS_KEY cannot be used: the key is encrypted"):
+        open_record(load(RecordSettings, {}, environ=environ))
 
 
 @pytest.mark.parametrize(
