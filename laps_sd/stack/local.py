@@ -17,6 +17,8 @@ in one temporary folder, which is deleted with the stack, except for logs that a
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import shutil
 import signal
 import tempfile
@@ -86,6 +88,7 @@ class LocalStack:
         self._progress: Progress = progress or _silent
         self._ports = PortPlan(ports or FREE_PORTS)
         self._began = 0.0
+        self._lock: int | None = None
         self._plan = StackPlan(self.options, front or _direct)
         self.children = self._plan.children
 
@@ -175,7 +178,10 @@ class LocalStack:
         check_record(self.options)
         self._ports.check()
         self._plan.dir = Path(tempfile.mkdtemp(prefix="laps-sd-"))
+        # systemd-tmpfiles deletes what is old in the temporary folder, except for folders under a lock.
+        self._lock = os.open(self.dir, os.O_RDONLY)
         try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._plan.make(self._ports)
             # Workers first: they take the longest. The scheduler needs the record only.
             for name, child in self.children.items():
@@ -210,6 +216,9 @@ class LocalStack:
                     child.kill()
         self.children.clear()
         self._ports.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self.dir == Path():
             return
         if not self.options.keep_logs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -47,6 +48,16 @@ def test_a_request_goes_through_every_process(fake_stack):
         )
 
     assert len(reply.token_ids) == 8
+
+
+def test_a_cleaner_of_temporary_files_skips_the_folder(fake_stack):
+    """systemd-tmpfiles skips a folder, and all that is in it, on which it cannot have a lock."""
+    folder = os.open(fake_stack.dir, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(folder)
 
 
 def test_what_the_gateway_admits_a_worker_can_hold(fake_stack):
