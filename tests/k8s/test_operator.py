@@ -139,6 +139,8 @@ def test_pods_are_read_as_far_as_they_have_come() -> None:
 
     assert [one.phase for one in read] == list(Phase)
     assert (read[3].chosen_s, read[3].terminating) == (12.5, True)
+    marked["metadata"]["labels"] = {"pod-template-hash": "5d59d67564"}
+    assert objects.pod_of(marked).template == "5d59d67564"
     assert read[0].chosen_s is None
 
 

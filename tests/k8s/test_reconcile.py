@@ -31,7 +31,7 @@ from laps_sd_operator.reconcile import (
 DRAIN_S = 10.0
 
 
-def pods(*names: str, phase: Phase = Phase.READY, **fields: float | bool) -> tuple[Pod, ...]:
+def pods(*names: str, phase: Phase = Phase.READY, **fields: float | bool | str) -> tuple[Pod, ...]:
     return tuple(Pod(name=name, phase=phase, **fields) for name in names)  # type: ignore[arg-type]
 
 
@@ -170,6 +170,34 @@ def test_a_mark_stays_until_kubernetes_has_taken_the_pod() -> None:
     found = (*pods("a"), *pods("b", chosen_s=95.0))
 
     assert reconcile(seen(1, 1, pods=found, workers=())) == []
+
+
+@pytest.mark.parametrize("phase", [Phase.UNSCHEDULED, Phase.PENDING])
+def test_a_new_pod_of_an_update_that_never_starts_does_not_keep_the_number_up(phase: Phase) -> None:
+    """Its node may be the one that a smaller number frees."""
+    found = (*pods("a", "b", "c", template="old"), *pods("d", phase=phase, template="new"))
+    busy = tuple(Worker(name=name, requests=1) for name in "abc")
+
+    assert reconcile(seen(1, 3, pods=found, workers=busy, cheapest="a")) == [Scale(1)]
+    assert reconcile(seen(1, 3, pods=found, workers=None)) == []
+    assert reconcile(seen(1, 1, pods=found, workers=busy, cheapest="a")) == []
+
+
+def test_during_an_update_no_pod_is_chosen() -> None:
+    """With maxSurge 0 the new pod is the one that is not ready, and Kubernetes takes one of the old pods: those are
+    more.
+    """
+    found = (*pods("a", "b", template="old"), *pods("c", phase=Phase.RUNNING, template="new"))
+    busy = tuple(Worker(name=name, requests=1) for name in "ab")
+
+    assert reconcile(seen(2, 3, pods=found, workers=busy, cheapest="a")) == [Scale(2)]
+
+
+def test_pods_of_an_earlier_template_that_terminate_are_no_update() -> None:
+    found = (*pods("a", "b", template="new"), *pods("c", template="old", terminating=True))
+    busy = tuple(Worker(name=name, requests=1) for name in "ab")
+
+    assert reconcile(seen(1, 2, pods=found, workers=busy, cheapest="b")) == [Mark("b", 100.0), Drain("b")]
 
 
 def test_scaling_up_again_spares_who_was_chosen() -> None:

@@ -159,6 +159,7 @@ def pod_of(pod: Object) -> Pod:
     return Pod(
         name=metadata["name"],
         phase=phase,
+        template=(metadata.get("labels") or {}).get("pod-template-hash", ""),
         terminating=metadata.get("deletionTimestamp") is not None,
         chosen_s=_seconds(annotations.get(CHOSEN)),
         released=annotations.get(DELETION_COST) == RELEASED_COST,

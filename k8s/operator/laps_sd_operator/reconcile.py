@@ -16,6 +16,9 @@ Scaling up is one action. Scaling down takes several, over many calls:
    deletes by deletion cost. A worker that drains is not ready after a few seconds; it continues to drain while its
    pod terminates, within the grace period.
 
+While an update replaces the pods, the number is lowered at once: Kubernetes decides then which pods go, and each
+drains while it terminates.
+
 A marked pod that may stay is spared; its worker, whose process ends after the drain, restarts by itself. A
 manual change of the Deployment's scale is not reverted: its number becomes the pool's.
 """
@@ -43,6 +46,8 @@ class Pod:
 
     name: str
     phase: Phase
+    template: str = ""
+    """Kubernetes' hash of the template that it was made from."""
     terminating: bool = False
     chosen_s: float | None = None
     """Unix time at which it was marked for removal; None: not marked."""
@@ -156,6 +161,11 @@ def reconcile(seen: Seen) -> list[Action]:
     alive = [pod for pod in seen.pods if not pod.terminating]
     if seen.replicas < wanted:
         actions.append(Scale(wanted))
+    elif seen.replicas > wanted and len({pod.template for pod in alive}) > 1:
+        # During an update Kubernetes divides the difference between the old and the new pods, whatever their
+        # costs. It is not waited for: an update may never end, for want of the node that a smaller number frees.
+        if seen.workers is not None:
+            actions.append(Scale(wanted))
     elif len(alive) > seen.replicas:
         # Kubernetes has not yet removed all surplus pods, or is in the middle of an update. If a mark were
         # removed now, Kubernetes would delete another pod.
