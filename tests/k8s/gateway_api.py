@@ -40,6 +40,15 @@ def _route(**of_rule: Any) -> dict[str, Any]:
     )
 
 
+BACKEND_TLS_POLICY = _object(
+    ["targetRefs", "validation"],
+    targetRefs=_list(
+        _object(["group", "kind", "name"], group={"const": ""}, kind={"const": "Service"}, name=_NAME), 16
+    ),
+    validation=_object(["hostname"], hostname=_HOST, wellKnownCACertificates={"const": "System"}),
+)
+"""Of Gateway API 1.4."""
+
 DOORS: dict[str, dict[str, Any]] = {
     "HTTPRoute": _route(timeouts=_object([], request=_DURATION)),
     "GRPCRoute": _route(),

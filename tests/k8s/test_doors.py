@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.k8s.conftest import GPU_POOL, MATRIX, first_of
-from tests.k8s.gateway_api import DOORS
+from tests.k8s.gateway_api import BACKEND_TLS_POLICY, DOORS
+from tests.k8s.helm import ROOT
 from tests.k8s.pod_security import pod_templates
 from tests.k8s.schemas import Schemas
 
@@ -43,6 +46,26 @@ def test_routes_and_pools_have_only_fields_that_gateway_api_has(
     } == {}
     [one, *_] = found.values()
     assert schemas.problems_of(one["spec"] | {"unknown": 1}, DOORS[kind]) != []
+
+
+def test_the_policy_of_the_guide_names_a_service_and_a_name_in_its_certificate(
+    helm3: Any, kubernetes: None
+) -> None:
+    guide = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    blocks = [
+        yaml.safe_load(one) for one in re.findall(r"```yaml\n(# values.yaml\n.*?)```", guide, re.DOTALL)
+    ]
+    [more] = [one for one in blocks if "extraObjects" in one]
+    [base] = [one for one in blocks if "tls" in one]
+
+    found = helm3.render(base | more, release="models")
+
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in found}
+    policy = objects["BackendTLSPolicy", "qwen-gateway"]["spec"]
+    certificate = objects["Certificate", "models-laps-sd-public-tls"]["spec"]
+    assert Schemas("1.30").problems_of(policy, BACKEND_TLS_POLICY) == []
+    assert ("Service", policy["targetRefs"][0]["name"]) in objects
+    assert policy["validation"]["hostname"] in certificate["dnsNames"]
 
 
 def test_each_host_leads_to_one_pool_by_one_protocol(rendered: Any) -> None:
