@@ -53,6 +53,20 @@ def test_the_chart(helm3: Any, case: dict[str, Any]) -> None:
     assert [path for path in case.get("absent", []) if at(found, path) is not ABSENT] == []
 
 
+def test_a_gateway_downloads_of_a_model_what_it_reads_and_no_weights(helm3: Any) -> None:
+    pool = {"name": "a", "model": "m", "target": {"repo": "x/y"}}
+    source = (ROOT / "gateway" / "model" / "tokenizer.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'"(\w+\.(?:json|jinja))"', source))
+
+    template = find(helm3.render({"pools": [pool]}), "Deployment", "a-gateway")["spec"]["template"]
+
+    [download] = template["spec"]["initContainers"]
+    assert download["args"][:3] == ["hf", "download", "x/y"]
+    files, rest = download["args"][3:-2], download["args"][-2:]
+    assert rest == ["--local-dir", "/models/x--y"]
+    assert {Path(file).name for file in files} == read
+
+
 def test_notes_name_the_next_command_and_what_is_only_good_for_a_trial(helm4: Any) -> None:
     notes = helm4.notes({"scheduler": {"replicas": 1}})
 
