@@ -75,6 +75,10 @@ class PasswordFile(CredentialProvider):  # type: ignore[misc]  # redis-py has no
             ) from None
         return (self._username, password) if self._username else (password,)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """Return the same: redis-py's own method also logs a warning for each connection."""
+        return self.get_credentials()
+
 
 def moved_to(error: object, host: str = "") -> Address | None:
     """Return the address at which a Redis Cluster has the keys of a command, from its error; an address

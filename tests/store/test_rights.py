@@ -141,11 +141,15 @@ async def test_the_documented_user_may_do_nothing_else(
 
 
 async def test_a_password_is_changed_under_a_running_store(
-    own_server: EmbeddedServer, operator: redis_client.Redis, password_file: Path
+    own_server: EmbeddedServer,
+    operator: redis_client.Redis,
+    password_file: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"redis://laps-sd@127.0.0.1:{own_server.port}/0"
     store = Store(url, "main", password_file=password_file)
     await store.ping()
+    assert caplog.messages == []
     await operator.execute_command("ACL", "SETUSER", "laps-sd", "resetpass", ">another")
     await operator.execute_command("CLIENT", "KILL", "USER", "laps-sd")
 
