@@ -211,9 +211,12 @@ TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx
 def requirements(image: str) -> str:
     """The file that an image's packages are installed from; "build": what its wheel is built with."""
     blocks = pinned()
-    project = tomllib.loads((K8S.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    whole = tomllib.loads((K8S.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    project = whole["project"]
     if image == "build":
-        names = needed(["setuptools", "mypy"])  # mypy brings mypyc, which compiles the core
+        # mypy brings mypyc, which compiles by the types of what is imported.
+        types = [name for name in whole["dependency-groups"]["dev"] if name.startswith("types-")]
+        names = needed(["setuptools", "mypy", *types])
     else:
         optional = [text for extra in IMAGE_EXTRAS[image] for text in project["optional-dependencies"][extra]]
         names = needed(project["dependencies"] + optional)

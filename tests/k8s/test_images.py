@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def test_every_package_comes_by_hash_but_torch(name: str) -> None:
     installs = re.findall(r"pip install ([^\n\\&;]+)", text)
     open_ones = [one for one in installs if "--require-hashes" not in one and "--no-index" not in one]
     assert open_ones == (["--no-warn-conflicts ${TORCH}"] if name == "Dockerfile" else [])
+
+
+def test_the_core_is_compiled_beside_the_types_of_what_it_imports() -> None:
+    """mypyc ends with an error where mypy finds no types: those of the checkout, and the packages themselves."""
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]["dev"]
+    installed = re.findall(
+        r"/build/bin/pip install .* -r /requirements/([a-z]+)[.]txt",
+        (IMAGES / "Dockerfile").read_text(encoding="utf-8"),
+    )
+    packages = {
+        package
+        for name in installed
+        for package in re.findall(
+            r"^([a-z0-9-]+)==", (IMAGES / "requirements" / f"{name}.txt").read_text("utf-8"), re.MULTILINE
+        )
+    }
+
+    assert {"grpcio", "opentelemetry-sdk", *(one for one in dev if one.startswith("types-"))} <= packages
 
 
 @pytest.mark.parametrize("component", ["gateway", "scheduler", "operator", "worker-vllm"])
