@@ -103,7 +103,7 @@ OWNED: dict[str, dict[str, str]] = {
 IMAGE_EXTRAS = {
     "gateway": ("gateway", "otel"),
     "scheduler": ("scheduler", "otel"),
-    "worker": ("worker", "otel"),
+    "worker": ("worker", "otel", "gguf"),
     "worker-vllm": ("otel",),
     "operator": ("operator",),
 }

@@ -101,6 +101,15 @@ def test_the_core_is_compiled_beside_the_types_of_what_it_imports() -> None:
     assert {"grpcio", "opentelemetry-sdk", *(one for one in dev if one.startswith("types-"))} <= packages
 
 
+def test_the_image_of_a_worker_reads_all_that_a_worker_reads() -> None:
+    """Nothing can be installed in a pod later."""
+    packages = re.findall(
+        r"^([a-z0-9-]+)==", (IMAGES / "requirements" / "worker.txt").read_text("utf-8"), re.MULTILINE
+    )
+
+    assert {"gguf", "transformers", "huggingface-hub", "opentelemetry-sdk"} <= set(packages)
+
+
 @pytest.mark.parametrize("component", ["gateway", "scheduler", "operator", "worker-vllm"])
 def test_no_torch_where_nothing_is_computed(component: str) -> None:
     packages = re.findall(
