@@ -38,6 +38,7 @@ from gateway.links.link import ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
+from gateway.model.fair_turns import FairTurns
 from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -84,7 +85,7 @@ class Calls:
         self._shards = shards
         self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
         self._submissions = Submissions(settings, model, self._prompts)
-        self._long_outputs = asyncio.Semaphore(1)
+        self._long_outputs = FairTurns(1)
         """Taken while Detokenize makes the text of a long output: one at a time, so that threads are left for prompts."""
         self._open = 0
         """Outputs of the calls that are admitted, also before their streams are open."""
@@ -197,7 +198,7 @@ class Calls:
         """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
         self.charge(caller)
         check_request(request, self.settings, self.model)
-        return await self._prompts.ids_of(request, self._prompts.rendered(request))
+        return await self._prompts.ids_of(request, self._prompts.rendered(request), caller.tenant)
 
     async def detokenize(
         self,
@@ -219,7 +220,7 @@ class Calls:
         text = Detokenizer(self.model.decode, silent_ids=silent_ids)
         if len(ids) < THREAD_FROM_TOKENS:
             return text.feed(ids) + text.finish()
-        async with self._long_outputs:
+        async with self._long_outputs.of(caller.tenant):
             return await asyncio.to_thread(lambda: text.feed(ids) + text.finish())
 
     @contextmanager

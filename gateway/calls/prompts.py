@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 from gateway.calls.tools import template_tools
 from gateway.model.bounded_json import decode_text, is_flat
 from gateway.model.continued import MARK, cut_at_mark
+from gateway.model.fair_turns import FairTurns
 from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles, TemplateRefused
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
@@ -34,21 +34,21 @@ class Prompts:
         """Take the model's files, and the hash for features; None: no request has features."""
         self._model = model
         self._hash = features
-        self._long_prompts = asyncio.Semaphore(LONG_PROMPTS_AT_ONCE)
+        self._long_prompts = FairTurns(LONG_PROMPTS_AT_ONCE)
 
     def rendered(self, request: inference_pb2.GenerateRequest) -> str:
         """Return the messages of a checked request as the chat template renders them; empty for another prompt.
         Raises InvalidArgument for messages that the template refuses."""
         return self._render(request.messages) if request.HasField("messages") else ""
 
-    async def ids_of(self, request: inference_pb2.GenerateRequest, rendered: str) -> list[int]:
-        """Return the token ids of a checked request's prompt."""
+    async def ids_of(self, request: inference_pb2.GenerateRequest, rendered: str, tenant: str) -> list[int]:
+        """Return the token ids of a checked request's prompt. Long prompts of tenants are tokenized in rotation."""
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens or not request.HasField("add_special_tokens")
-                return await self._encode(request.text, rendered=not special)
+                return await self._encode(request.text, tenant, rendered=not special)
             case "messages":
-                return await self._encode(rendered, rendered=not request.add_special_tokens)
+                return await self._encode(rendered, tenant, rendered=not request.add_special_tokens)
             case _:
                 return list(request.token_ids.ids)
 
@@ -85,10 +85,10 @@ class Prompts:
             )
         return cut
 
-    async def _encode(self, text: str, *, rendered: bool) -> list[int]:
+    async def _encode(self, text: str, tenant: str, *, rendered: bool) -> list[int]:
         if len(text) < THREAD_FROM_CHARACTERS:
             return await self._model.encode_off_loop(text, rendered=rendered)
-        async with self._long_prompts:
+        async with self._long_prompts.of(tenant):
             return await self._model.encode_off_loop(text, rendered=rendered)
 
 

@@ -56,8 +56,8 @@ class Submissions:
             rendered = self._prompts.rendered(request)
             markers = self._model.dialect.reasoning
             state = markers.state_after(rendered) if markers and rendered and reads_markup else None
-            wanted = await self._format_of(request, state)
-            prompt_ids = await self._prompts.ids_of(request, rendered)
+            wanted = await self._format_of(request, state, tenant)
+            prompt_ids = await self._prompts.ids_of(request, rendered, tenant)
             if wants_prompt := request.HasField("prompt_logprobs"):
                 each = prompt_logprobs_in_all(len(prompt_ids), request.prompt_logprobs)
                 of_prompts += choices_of(request) * each
@@ -90,25 +90,27 @@ class Submissions:
         return made, states
 
     async def _format_of(
-        self, request: inference_pb2.GenerateRequest, state: State | None
+        self, request: inference_pb2.GenerateRequest, state: State | None, tenant: str
     ) -> inference_pb2.OutputFormat:
         """Return the output format of a request. Raises InvalidArgument if no worker could compile it."""
-        await self._check_format(request.output_format)
+        await self._check_format(request.output_format, tenant)
         made = output_format_of(request, self._model, state)
         if made is None:
             return request.output_format
         judged = output_format_of(request, self._model, state, judged=True)
         assert judged is not None, "the tokenizer does not matter"
-        await self._check_format(judged, field="messages.tools" if request.messages.tools else "")
+        await self._check_format(judged, tenant, field="messages.tools" if request.messages.tools else "")
         return made
 
-    async def _check_format(self, wanted: inference_pb2.OutputFormat, *, field: str = "") -> None:
+    async def _check_format(
+        self, wanted: inference_pb2.OutputFormat, tenant: str, *, field: str = ""
+    ) -> None:
         """Raise InvalidArgument if no worker could compile the output format; it names the field if one is
         given."""
         kind = wanted.WhichOneof("format")
         if kind is None or kind == "json_object":
             return
-        problem = await self._formats.problem_of(kind, getattr(wanted, kind))
+        problem = await self._formats.problem_of(kind, getattr(wanted, kind), tenant=tenant)
         if problem:
             raise InvalidArgument(field or f"output_format.{kind}", problem)
 

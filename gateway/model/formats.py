@@ -3,7 +3,7 @@
 A worker compiles the format against its vocabulary. A problem of the format itself is reported to the client
 before the request is accepted. The check costs time and memory that depend only on the format, and the
 library may end the process because of it (`laps_sd.contract.formats`): so a child process compiles, one
-format at a time, with limits on time, memory and stack, and the gateway's event loop only waits for its
+format at a time and tenants in rotation, with limits on time, memory and stack, and the gateway's event loop only waits for its
 verdict. A format that ends the child is refused, and the next format gets a new child. A child that ended
 before it took the format gives no verdict on it.
 
@@ -22,8 +22,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
+from gateway.model.fair_turns import FairTurns
 from gateway.model.format_child import CPU_S, MEMORY_BYTES
 from laps_sd.errors import ResourceExhausted, Unavailable
 
@@ -34,7 +35,7 @@ WALL_S = 30.0
 """Wall time after which a child is ended even if it used no processor time, as on an overloaded machine;
 seconds."""
 MAX_WAITING = 64
-"""Maximum number of formats that wait for their turn, of all callers together."""
+"""Maximum number of formats of one tenant that wait for their verdict."""
 KEPT = 256
 """Number of verdicts kept, the most recently used."""
 CHILDREN = 3
@@ -53,32 +54,38 @@ class FormatJudge:
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[tuple[str, str], asyncio.Task[str]] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._waiting = Counter[str]()
+        """Formats without a verdict of each tenant."""
+        self._turns = FairTurns(1)
         self._child: Process | None = None
 
-    async def problem_of(self, kind: str, text: str) -> str:
+    async def problem_of(self, kind: str, text: str, *, tenant: str = "") -> str:
         """Return the problem of a `json_schema`, `regex` or `grammar`, worded to follow the field's name;
         empty if there is none.
 
-        Raises ResourceExhausted when too many formats wait, Unavailable when the child gives no answer.
+        Raises ResourceExhausted when too many formats of the tenant wait, Unavailable when the child gives no answer.
         """
         key = (kind, text)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            if sum(not other.done() for other in self._verdicts.values()) >= MAX_WAITING:
+            if self._waiting[tenant] >= MAX_WAITING:
                 raise ResourceExhausted(
-                    f"{MAX_WAITING} output formats wait to be compiled, the most of this gateway",
+                    f"{MAX_WAITING} output formats wait to be compiled, the most of a tenant at this gateway",
                     retry_after_s=1.0,
                 )
-            verdict = asyncio.create_task(self._judge(kind, text), name="judging a format")
+            self._waiting[tenant] += 1
+            verdict = asyncio.create_task(self._judge(kind, text, tenant), name="judging a format")
             self._verdicts[key] = verdict
-            verdict.add_done_callback(functools.partial(self._judged, key))
+            verdict.add_done_callback(functools.partial(self._judged, key, tenant))
         self._verdicts.move_to_end(key)
         # The waiting caller may be cancelled; the child's answer is then kept for the next caller with this
         # format.
         return await asyncio.shield(verdict)
 
-    def _judged(self, key: tuple[str, str], verdict: asyncio.Task[str]) -> None:
+    def _judged(self, key: tuple[str, str], tenant: str, verdict: asyncio.Task[str]) -> None:
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
         if verdict.cancelled() or verdict.exception() is not None:
             self._verdicts.pop(key, None)
         elif len(self._verdicts) > KEPT:
@@ -93,9 +100,9 @@ class FormatJudge:
         self._verdicts.clear()
         await self._end_child()
 
-    async def _judge(self, kind: str, text: str) -> str:
+    async def _judge(self, kind: str, text: str, tenant: str) -> str:
         line = json.dumps([kind, text]).encode() + b"\n"
-        async with self._turn:
+        async with self._turns.of(tenant):
             try:
                 async with asyncio.timeout(WALL_S):
                     child = await self._hand_over(line)

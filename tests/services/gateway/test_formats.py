@@ -159,6 +159,22 @@ async def test_so_many_formats_wait_and_no_more(judge: FormatJudge) -> None:
     assert await judge.problem_of("regex", "c") == ""
 
 
+async def test_formats_of_a_tenant_that_wait_hold_up_no_other_tenant(judge: FormatJudge) -> None:
+    await judge.problem_of("regex", "a")
+    os.kill(child_of(judge), signal.SIGSTOP)
+    waiting = [
+        asyncio.create_task(judge.problem_of("regex", f"b{n}", tenant="hostile"))
+        for n in range(formats.MAX_WAITING)
+    ]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(judge.problem_of("regex", "c", tenant="other"))
+    await asyncio.sleep(0)
+    os.kill(child_of(judge), signal.SIGCONT)
+    assert await other == ""
+    assert sum(task.done() for task in waiting) < 5
+    await asyncio.gather(*waiting)
+
+
 async def test_verdicts_are_kept_so_many_and_no_more(
     judge: FormatJudge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
