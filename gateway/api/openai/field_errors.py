@@ -14,6 +14,7 @@ from laps_sd.errors import InvalidArgument
 __all__ = [
     "FORMAT",
     "IDS",
+    "ITEM",
     "NAME",
     "OBJECT",
     "PARTS",
@@ -27,7 +28,7 @@ __all__ = [
 Read = TypeVar("Read", bound=BaseModel)
 
 TEXT, IDS, SEVERAL, PARTS, FORMAT, SCHEMA = "<text>", "<ids>", "<several>", "<parts>", "<format>", "<schema>"
-NAME, OBJECT = "<name>", "<object>"
+NAME, OBJECT, ITEM = "<name>", "<object>", "<message>"
 """Names of the alternatives of a field, which are part of pydantic's location and of no client's."""
 MAX_NAME_CHARACTERS = 40
 
@@ -54,7 +55,11 @@ EXPECTED_OF_FIELD = {
     "tools": "a list of tools",
 }
 """The kind of value that a field expects which has no simple type, or is required."""
-EXPECTED_TYPES = {PARTS: "text, all that the engine reads", FORMAT: "text, json_object or json_schema"}
+EXPECTED_TYPES: Mapping[int | str, str] = {
+    PARTS: "text, all that the engine reads",
+    FORMAT: "text, json_object or json_schema",
+    ITEM: "message, function_call, function_call_output or reasoning",
+}
 """The values of the field `type` that an alternative expects."""
 
 
@@ -108,7 +113,7 @@ def _sentence(kind: str, location: Sequence[int | str], value: object, context: 
         case "extra_forbidden":
             return "is not a known field; leave it out"
         case "literal_error" | "missing" if location[-1] == "type":
-            types = (types for tag, types in EXPECTED_TYPES.items() if tag in location)
+            types = (EXPECTED_TYPES[tag] for tag in reversed(location) if tag in EXPECTED_TYPES)
             expected = next(types, context.get("expected", "function"))
             return f"must be {expected}, got {shown(value)}"
         case "literal_error":
@@ -119,4 +124,6 @@ def _sentence(kind: str, location: Sequence[int | str], value: object, context: 
             return "must be a number of ordinary size"
     field = next((part for part in reversed(location) if not _is_tag(part)), "")
     expected = EXPECTED_OF_FIELD.get(str(field)) or EXPECTED.get(kind, "a text")
+    if kind == "missing" and expected == "a text":
+        return "must be given"
     return f"must be {expected}, got {kind_of(value)}"

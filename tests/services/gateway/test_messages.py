@@ -281,6 +281,12 @@ async def test_a_refusal_has_anthropics_shape_and_names_the_field(
     assert headers["x-request-id"]
 
 
+async def test_the_field_that_is_missing_must_be_given(served: Served) -> None:
+    body = {name: value for name, value in BODY.items() if name != "max_tokens"}
+    _, _, answer = await served.post("/v1/messages", body)
+    assert answer["error"]["message"] == "max_tokens must be given"
+
+
 async def test_of_an_unknown_model_is_404(served: Served) -> None:
     status, _, answer = await served.post("/v1/messages", BODY | {"model": "claude"})
     assert (status, answer["error"]["type"]) == (404, "not_found_error")

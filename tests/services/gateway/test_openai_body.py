@@ -31,7 +31,7 @@ def fault_of(read: Callable[[Json], ParsedRequest], body: Json) -> tuple[str, st
     [
         ({"messages": None}, "messages", "must be a list of messages, got nothing"),
         ({"messages": [5]}, "messages[0]", "must be an object, got a number"),
-        ({"messages": [{}]}, "messages[0].role", "must be a text, got nothing"),
+        ({"messages": [{}]}, "messages[0].role", "must be given"),
         (
             {"messages": [{"role": "user", "content": 5}]},
             "messages[0].content",
@@ -45,7 +45,7 @@ def fault_of(read: Callable[[Json], ParsedRequest], body: Json) -> tuple[str, st
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text",
-            "must be a text, got nothing",
+            "must be given",
         ),
         (
             {"messages": [{"role": "user", "content": [{}]}]},

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
-from gateway.api.openai.field_errors import PARTS, TEXT, validated
+from gateway.api.openai.field_errors import ITEM, PARTS, TEXT, validated
 from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_of_content
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
@@ -107,11 +107,11 @@ class ReasoningItem(Model):
 
 def _kind_of_item(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{kind}>" if kind in ("function_call", "function_call_output", "reasoning") else "<message>"
+    return f"<{kind}>" if kind in ("function_call", "function_call_output", "reasoning") else ITEM
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
+    Annotated[MessageItem, Tag(ITEM)]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionOutput, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
