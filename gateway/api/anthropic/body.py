@@ -28,7 +28,9 @@ UNSUPPORTED_FIELDS: Unsupported = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
+    "thread": (),
 }
+REASONS = {"thread": "nothing is stored; send all messages"}
 WITHOUT_EFFECT = ("cache_control", "diagnostics", "user_profile_id", "workspace_id")
 """Fields that change no answer."""
 BILLING = "x-anthropic-billing-header:"
@@ -337,4 +339,4 @@ def _format(wanted: Json | None) -> Any:
 
 def _check_other_fields(body: Json, model: type[Model], on_unknown: OnUnknown) -> None:
     known = {*model.model_fields, *IGNORED_FIELDS, *WITHOUT_EFFECT, *PASSED_ON}
-    check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown)
+    check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown, REASONS)

@@ -21,10 +21,17 @@ TYPES = {
 """Types by HTTP status; every other one is invalid_request_error below 500, and api_error from there on."""
 
 
+UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details by which Anthropic's clients send the whole conversation again, without `thread`."""
+
+
 def anthropic_error(error: LapsSdError) -> Json:
     """Return an error in Anthropic's shape."""
     fields = error_json(error)["error"]
-    return anthropic_body(http_status(error), fields["message"], fields["param"])
+    body = anthropic_body(http_status(error), fields["message"], fields["param"])
+    if fields["param"] == "thread":
+        body["error"]["details"] = UNTHREADED
+    return body
 
 
 def anthropic_body(status: int, message: str, param: str | None) -> Json:

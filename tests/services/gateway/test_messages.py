@@ -287,6 +287,21 @@ async def test_the_field_that_is_missing_must_be_given(served: Served) -> None:
     assert answer["error"]["message"] == "max_tokens must be given"
 
 
+@pytest.mark.parametrize("unknown_fields", ["refuse", "ignore"])
+async def test_a_thread_is_refused_so_that_clients_send_all_messages(
+    serve: Start, unknown_fields: str
+) -> None:
+    served = await serve(unknown_fields=unknown_fields)
+    status, _, answer = await served.post("/v1/messages", BODY | {"thread": {"type": "create"}})
+    assert status == 400
+    assert answer["error"] == {
+        "type": "invalid_request_error",
+        "message": "thread is not supported: nothing is stored; send all messages; leave it out",
+        "param": "thread",
+        "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    }
+
+
 async def test_of_an_unknown_model_is_404(served: Served) -> None:
     status, _, answer = await served.post("/v1/messages", BODY | {"model": "claude"})
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
