@@ -70,6 +70,13 @@ async def test_a_text(served: Served, client: openai.AsyncOpenAI, model: ModelFi
     assert served.scheduler.all_heard("submit")[-1].specification.sampling.max_tokens == 9
 
 
+async def test_a_response_has_all_fields_that_are_required(served: Served) -> None:
+    call = asyncio.create_task(served.post("/v1/responses", ASKED | {"tools": [TOOL]}))
+    await served.finished()
+    _, _, answer = await call
+    openai.types.responses.Response.model_validate(answer)
+
+
 async def test_a_cut_text_is_incomplete(served: Served, client: openai.AsyncOpenAI) -> None:
     call = asyncio.create_task(client.responses.create(**ASKED))
     await served.finished(end=Kind.KIND_LENGTH)

@@ -168,7 +168,7 @@ class ResponsesReply(GrowingReply):
         answer = self._answer
         return {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": answer.output_tokens,
             "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": answer.prompt_tokens + answer.output_tokens,
