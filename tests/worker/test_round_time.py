@@ -264,6 +264,17 @@ def test_a_token_that_costs_nothing_measurable_still_has_a_cost() -> None:
     assert 0 < token_costs(64, 0.010, 0.009, 1000, 0.009, 4000)(2000) < 0.010 / 64
 
 
+def test_a_clock_that_stands_still_ends_no_request(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a thread advances in steps of 10 ms in some sandboxes, and a small model measures 0 s."""
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    engine = load_pair(*pair, slots=4, max_length=256, max_round_s=0.05)
+    prompt = tuple(2 + n % 100 for n in range(100))
+    output, *_ = finish_all(engine, [spec(f"r{n}", prompt_ids=prompt, max_tokens=9) for n in range(3)])
+    assert [len(tokens) for tokens in output.values()] == [9, 9, 9]
+
+
 def test_what_fits_is_found_within_a_token_of_the_most_that_fits() -> None:
     time = PrefillTime(CostTable([1, 1024], [TOKEN_S + KEY_S, TOKEN_S + 1024 * KEY_S]))
     for start in (0, 100, 900):

@@ -11,6 +11,8 @@ from worker_svc.engine.draft_lengths.cost_table import CostTable
 # read than the tokens to compute, more tokens cost nothing measurable, and an estimate near 0 could not
 # recover.
 LEAST_SHARE = 1 / 256
+# The same in seconds, where the clock does not advance in a measurement. A GPU takes longer.
+LEAST_S = 1e-7
 
 
 class Chunk(NamedTuple):
@@ -55,6 +57,6 @@ def token_costs(tokens: int, plain_s: float, near_s: float, start: int, far_s: f
     `near_s`: `tokens` of them at the beginning of a context; `far_s`: the same after `start` tokens; `plain_s`: a
     round without any; `most`: longest context.
     """
-    near = max(near_s - plain_s, near_s * LEAST_SHARE) / tokens
+    near = max(max(near_s - plain_s, near_s * LEAST_SHARE) / tokens, LEAST_S)
     slope = max(0.0, far_s - near_s) / tokens / start
     return CostTable([1, max(2, most)], [near, near + slope * max(2, most)])
