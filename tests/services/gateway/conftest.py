@@ -116,7 +116,7 @@ def fast_settings(seeds: tuple[str, ...], **changes: Any) -> GatewaySettings:
         "scheduler_seeds": seeds,
         "model": "tiny",
         "heartbeat_s": 0.05,
-        "silence_s": 1.5,
+        "silence_s": 10.0,
         "dial_timeout_s": 0.5,
         "backoff_min_s": 0.01,
         "backoff_max_s": 0.05,
