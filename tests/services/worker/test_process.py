@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.request import urlopen
@@ -71,19 +71,28 @@ async def process(**settings: str) -> AsyncIterator[Process]:
         await reading
 
 
+@asynccontextmanager
+async def health_of(worker: Process) -> AsyncIterator[Callable[[str], Awaitable[bool]]]:
+    """Return a function that reads whether one of the names of the worker's health is serving."""
+    port = (await worker.event("listening"))["port"]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def serving(name: str) -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        yield serving
+
+
 async def test_sigterm_drains_and_the_worker_leaves_with_success() -> None:
     async with scheduler() as s, process(scheduler_seeds=s.address) as worker:
         stream = await s.greet()
-        port = (await worker.event("listening"))["port"]
         await worker.event("ready")
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-
-            async def ready() -> bool:
-                answer = await health.Check(health_pb2.HealthCheckRequest(service="readiness"))
-                return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-            await wait_until_async(ready, description="readiness once a scheduler has greeted the worker")
+        async with health_of(worker) as serving:
+            await wait_until_async(
+                lambda: serving("readiness"), description="readiness once a scheduler has greeted the worker"
+            )
         await stream.lease(spec("a", max_tokens=100))
         await stream.assign("a")
         await stream.until(lambda s: len(s.reports) > 0, "it works")
@@ -115,24 +124,11 @@ async def test_a_drain_that_was_ordered_goes_on_when_the_pod_is_deleted() -> Non
 
 async def test_health_tells_a_loaded_engine_from_a_greeted_worker() -> None:
     """A start-up probe that waits for a scheduler would kill workers during the scheduler's outage."""
-    async with process(engine="demo", scheduler_seeds="127.0.0.1:1") as worker:
-        port = (await worker.event("listening"))["port"]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            health = health_pb2_grpc.HealthStub(channel)
+    async with process(scheduler_seeds="127.0.0.1:1") as worker, health_of(worker) as serving:
+        await worker.event("engine ready")
 
-            async def serving(name: str) -> bool:
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-                return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-            assert await serving("liveness")
-            assert not await serving("engine"), "torch is not even imported"
-            await worker.event("engine ready")
-
-            async def loaded() -> bool:
-                return await serving("engine")
-
-            await wait_until_async(loaded, description="health of the engine")
-            assert not await serving("readiness")
+        await wait_until_async(lambda: serving("engine"), description="health of the engine")
+        assert not await serving("readiness")
 
 
 async def test_all_blocks_are_free_before_the_first_round() -> None:
@@ -154,7 +150,7 @@ def read_url(url: str) -> str:
         return str(answer.read().decode())
 
 
-async def test_sigterm_ends_a_worker_that_still_loads_its_model(tmp_path: Path) -> None:
+async def test_a_worker_that_still_loads_its_model_is_alive_and_ends_at_sigterm(tmp_path: Path) -> None:
     """A pipe in place of a file of the model: its reader waits until somebody writes."""
     os.mkfifo(tmp_path / "config.json")
     async with process(engine="auto", target=str(tmp_path)) as worker:
@@ -171,6 +167,9 @@ async def test_sigterm_ends_a_worker_that_still_loads_its_model(tmp_path: Path) 
         )
         assert writing is not None
         try:
+            async with health_of(worker) as serving:
+                assert await serving("liveness")
+                assert not await serving("engine")
             worker.child.send_signal(signal.SIGTERM)
 
             assert await worker.exit_code() == 0
