@@ -35,7 +35,7 @@ from bench._engine.configs import other_engines, ours, transformers_modes
 from bench._engine.goals import goals, verdict
 from bench._engine.heading import facts_of, heading
 from bench._engine.measure import measure
-from bench._engine.options import arguments, public
+from bench._engine.options import arguments
 from bench._engine.rows import rows_of
 from bench._engine.tables import tables
 from bench._table.run import run as run_table
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         others, versions = other_engines(options, cells, folder, stack)
         configs = [*ours(options), *([] if options.no_peers else transformers_modes(options)), *others]
         described = {
-            **about("engine", public(given)),
+            **about("engine", given),
             "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
             "acceptance": options.acceptance,
             "threads": options.threads,

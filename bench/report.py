@@ -21,6 +21,12 @@ _T975 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 
+PATHS = {
+    "--vllm": "PYTHON", "--openvino": "PYTHON", "--llamacpp": "PYTHON", "--cache": "DIR",
+    "--compiled": "DIR", "--lengths": "FILE", "--logs": "DIR",
+}  # fmt: skip
+"""Options of benchmarks with a path of this machine, and what results have in its place."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -101,14 +107,20 @@ def numbers(text: str) -> list[int]:
 
 
 def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
-    """Return the description of a run for its results file: the date, and the command without the options for
-    the paths of the results, and for the pieces in which it was made.
+    """Return the description of a run for its results file: the date, and the command without paths of this
+    machine, and without the options for its results and for the pieces in which it was made.
     """
     said, options = ["laps-sd bench", benchmark], iter(given)
     for option in options:
-        if option in ("--json", "--figure", "--runs"):
-            next(options, None)
-        elif not option.startswith(("--json=", "--figure=", "--runs=")) and option != "--resume":
+        name, equals, _ = option.partition("=")
+        if name in ("--json", "--figure", "--runs"):
+            if not equals:
+                next(options, None)
+        elif name in PATHS:
+            said.append(f"{name}{equals or ' '}{PATHS[name]}")
+            if not equals:
+                next(options, None)
+        elif option != "--resume":
             said.append(option)
     return {"command": " ".join(said), "date": datetime.date.today().isoformat()}
 

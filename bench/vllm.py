@@ -40,7 +40,7 @@ from bench._vllm.decisions import COMPILED, INTERPRETED
 from bench._vllm.goals import goals, verdict
 from bench._vllm.hidden_lengths import drawn_answers, recorded_answers
 from bench._vllm.modes import CLOCK
-from bench._vllm.options import BY_NAME, arguments, public
+from bench._vllm.options import BY_NAME, arguments
 from bench._vllm.tables import tables
 from bench.report import about, finish, progress
 from worker_svc.demo import DRAFT_DIR, TARGET_DIR
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": 1,
     }
     described: dict[str, Any] = {
-        **about("vllm", public(sys.argv[1:] if argv is None else argv)),
+        **about("vllm", sys.argv[1:] if argv is None else argv),
         "pair": "demo",
         "slots": options.slots,
         "residents": options.residents,

@@ -126,17 +126,3 @@ def _of_table(parser: argparse.ArgumentParser, options: argparse.Namespace) -> a
             parser.error(f"--{name}: unknown {', '.join(unknown)}; there are {', '.join(known)}")
         setattr(options, name, chosen)
     return options
-
-
-def public(given: Sequence[str]) -> list[str]:
-    """Return the given options without the paths of this machine."""
-    shown = {"--vllm": "PYTHON", "--openvino": "PYTHON", "--llamacpp": "PYTHON", "--cache": "DIR"}
-    hidden = list(given)
-    for at, option in enumerate(given):
-        name, equals, _ = option.partition("=")
-        if name in shown:
-            if equals:
-                hidden[at] = f"{name}={shown[name]}"
-            elif at + 1 < len(given):
-                hidden[at + 1] = shown[name]
-    return hidden

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from bench._engine.goals import verdict
-from bench._engine.options import public
 from bench._table import models, turns
 from bench._table.goals import goals
 from bench._table.plan import LONG_PROMPT_TOKENS, MODELS, sessions, usable_threads
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace, given: Sequence[str]) -> int:
                 scratch = Path(name) / str(at)
                 scratch.mkdir()
                 rows += rows_of(session, turns.run(session, options, scratch))
-    about = {**described("engine", public(given)), **_facts(options)}
+    about = {**described("engine", given), **_facts(options)}
     if options.only and options.json is not None and options.json.exists():
         before = json.loads(options.json.read_text())
         again = [*before["about"].get("again", []), about["command"]]

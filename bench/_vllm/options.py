@@ -128,17 +128,3 @@ def milliseconds(text: str) -> tuple[float, ...]:
     if len(times) != len(STEP_TIMES_MS) or not all(0 <= time < math.inf for time in times) or not times[0]:
         raise argparse.ArgumentTypeError(f"must be four times in ms, the first above 0, got {text!r}")
     return times
-
-
-def public(given: Sequence[str]) -> list[str]:
-    """Return the given options without the paths of this machine."""
-    shown = {"--vllm": "PYTHON", "--compiled": "DIR", "--lengths": "FILE", "--logs": "DIR"}
-    hidden = list(given)
-    for at, option in enumerate(given):
-        name, equals, _ = option.partition("=")
-        if name in shown:
-            if equals:
-                hidden[at] = f"{name}={shown[name]}"
-            elif at + 1 < len(given):
-                hidden[at + 1] = shown[name]
-    return hidden

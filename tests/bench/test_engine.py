@@ -25,7 +25,7 @@ from bench._engine.goals import (
     verdict,
 )
 from bench._engine.held_out import HELD_OUT, held_out_prompts
-from bench._engine.options import arguments, public
+from bench._engine.options import arguments
 from bench._engine.outcomes import Outcome, counted, in_turn
 from bench._engine.rows import identical, rows_of
 from bench.engine import main
@@ -250,9 +250,3 @@ def test_a_random_pair_runs_through(tmp_path, capsys, monkeypatch):
     first, *_, last = capsys.readouterr().out.strip().splitlines()
     assert first.startswith("models: target 0.1 M weights (0.4 MB in float32), draft 0.0 M weights")
     assert last.startswith(("goal met: ", "GOAL MISSED: "))
-
-
-def test_results_tell_the_command_and_not_where_interpreters_lie() -> None:
-    given = ["--turns", "4", "--vllm", "/home/a/bin/python", "--openvino=/home/b/bin/python"]
-
-    assert public(given) == ["--turns", "4", "--vllm", "PYTHON", "--openvino=PYTHON"]

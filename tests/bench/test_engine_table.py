@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench._engine.options import QUICK_BATCHES, TABLE_BATCHES, arguments, public
+from bench._engine.options import QUICK_BATCHES, TABLE_BATCHES, arguments
 from bench._peer_engines.engine import Refused
 from bench._peers import PeerFailed
 from bench._table import homes, models, ours
@@ -342,8 +342,3 @@ def test_the_long_prompt_is_as_long_as_it_is_called():
         short, long = models.prompts(model, DEMO / "target", 3, 0)
         assert len(short) == 3
         assert len(long) == 1000
-
-
-def test_results_tell_the_command_without_paths_of_this_machine():
-    given = ["--table", "--llamacpp", "/home/a/python", "--cache=/home/b"]
-    assert public(given) == ["--table", "--llamacpp", "PYTHON", "--cache=DIR"]

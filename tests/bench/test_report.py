@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench._vllm.figures import figures
-from bench.report import quantile
+from bench.report import about, quantile
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,9 @@ def test_the_99th_percentile_of_a_hundred_requests_is_not_the_slowest():
     found = figures([float(number) for number in range(1, 101)])
 
     assert (found["p50"], found["p99"], found["worst"]) == (50.0, 99.0, 100.0)
+
+
+def test_a_result_names_its_command_without_paths_of_this_machine():
+    given = ["--turns", "4", "--vllm", "/home/a/python", "--cache=/home/b", "--json", "c.json", "--resume"]
+
+    assert about("engine", given)["command"] == "laps-sd bench engine --turns 4 --vllm PYTHON --cache=DIR"

@@ -21,7 +21,7 @@ from bench._vllm.goals import (
 )
 from bench._vllm.modes import CLASS, FCFS, GUESS, MODES, NO_HINT, PRIORITY, SHORTEST
 from bench._vllm.on_clock import body_of
-from bench._vllm.options import arguments, public
+from bench._vllm.options import arguments
 from bench._vllm.replay import Recorded, boundaries, next_tokens
 from bench._vllm.workers import COUPLED, PLAIN
 from bench._vllm.workload import Workload, burst_arrivals, demo_workload, guessed, load_arrivals, requests_of
@@ -204,11 +204,6 @@ def test_a_goal_is_met_by_the_unfavourable_end_of_its_interval():
 def test_the_load_is_compared_with_priority_and_not_with_the_goals_of_bursts():
     rows = [each | {"setting": "load 0.9"} for each in bursts(GUESS, 0.9)]
     assert [goal.met for goal in goals(rows)] == [False, True]
-
-
-def test_results_tell_the_command_without_paths_of_the_machine():
-    given = ["--vllm", "/home/a/bin/python", "--compiled=/tmp/b", "--seeds", "3"]
-    assert public(given) == ["--vllm", "PYTHON", "--compiled=DIR", "--seeds", "3"]
 
 
 def test_a_path_to_the_interpreter_holds_in_every_folder_and_a_name_is_looked_up():
