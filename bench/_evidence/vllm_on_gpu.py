@@ -29,7 +29,7 @@ FINDINGS = (
 )
 """Sentences that follow from the measured runs; they are written by hand."""
 ONE_KIND_FINDINGS = (
-    "- *Class* is the same as *no hint* here, since all requests have one: 0.90 and 0.83, 0.93 and 1.07. So far apart are two runs of the same scheduler; steps with prompts took 8.7 to 12.1 ms in these four.",
+    "- *Class* is the same as *no hint* here, since all requests have one: 0.90 and 0.83, 0.93 and 1.06. So far apart are two runs of the same scheduler; steps with prompts took 8.7 to 12.1 ms in these four.",
     "  At load 1.2 the true lengths gain 0.13, FCFS had the shortest such steps but one and *learnt before* the longest. Computed with equal times for all, over four seeds, *no hint* has 0.94 in the burst and 0.92 in the load.",
     "- *While a full batch waits*, tokens per second are 1.05 to 1.12 of FCFS's, whose steps with prompts were slower in that run.",
     "- *Where lengths hardly differ, no order gains much, and the slowest wait far longer*: 1.8 to 3.5 times as long at load 1.2.",
