@@ -73,6 +73,29 @@ def test_its_figures_are_those_of_the_results() -> None:
     assert f"is {p99[0]:.2f} to {p99[-1]:.1f} times" in text
 
 
+ON_A_GPU = (
+    "LAPS-SD, no hint",
+    "LAPS-SD, class and guess",
+    "vLLM, priority by guess",
+)
+
+
+@pytest.mark.parametrize("mode", ON_A_GPU)
+@pytest.mark.parametrize("page", ["README.md", "docs/overview.md", "docs/vllm.md"])
+def test_the_figures_of_bursts_on_a_gpu_are_those_of_the_results(page: str, mode: str) -> None:
+    [measured] = sorted((ROOT / "bench" / "results").glob("*-vllm-on-gpu.json"))[-1:]
+    bursts = [
+        row
+        for row in result(measured.name)
+        if row.get("measured") in ("shape", "shape before") and row["setting"] == "burst of 400"
+    ]
+    fcfs = {(row["measured"], row["seed"]): row["mean"] for row in bursts if row["mode"] == "vLLM, fcfs"}
+    ratios = [row["mean"] / fcfs[row["measured"], row["seed"]] for row in bursts if row["mode"] == mode]
+
+    assert len(ratios) == 3
+    assert f"{min(ratios):.2f} to {max(ratios):.2f}" in (ROOT / page).read_text()
+
+
 def test_the_third_command_kills_a_worker_and_gets_its_answer() -> None:
     [(command, answer)] = re.findall(r"^\$ (kill -9 .*)\n(.*)\n-- stop: 32 tokens", README, re.M)
     with Up("--engine", "demo") as up:
