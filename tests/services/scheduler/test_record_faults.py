@@ -91,6 +91,11 @@ async def start_without_data(server: EmbeddedServer, operator: redis_client.Redi
     server.start()
 
 
+async def claimed(operator: redis_client.Redis) -> dict[str, str]:
+    """Return the claims of idempotency keys, which all shards share."""
+    return {key: await operator.get(key) for key in await operator.keys("laps-sd:claim:*")}
+
+
 @pytest.mark.parametrize("lose_it", [empty, start_without_data])
 async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, lose_it: Any
@@ -98,6 +103,10 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
     scheduler = await start_own()
     epoch, incarnation = scheduler.leadership.epoch, scheduler.store.incarnation
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
+        await client.submit("r0", submission_id=9, idempotency_key="k0", body_hash=b"b")
+        lease = (await gpu.assigned("r0"))["r0"].lease_epoch
+        await gpu.run_round("r0", lease, 0, [9], end=STOP)
+        await client.read("r0-client")
         await client.submit(
             "r1",
             prompt=PROMPT,
@@ -115,6 +124,7 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
         await gpu.next("assignment")
         before = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
         counters = await operator.hgetall("laps-sd:{s}:tenants"), await operator.get("laps-sd:{s}:reserved")
+        claims = await claimed(operator)
 
         await lose_it(own_valkey, operator)
 
@@ -131,8 +141,14 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
             await operator.hgetall("laps-sd:{s}:tenants"),
             await operator.get("laps-sd:{s}:reserved"),
         )
-        same = await client.submit("r3", submission_id=3, idempotency_key="k", body_hash=b"b")
-        assert same.accepted.request_id == "r2"
+        r0 = await scheduler.store.read("r0")
+        assert r0 is not None
+        assert (r0.end, r0.committed_ids) == (End.STOP, (9,))
+        assert len(claims) == 2
+        assert await claimed(operator) == claims  # other shards find the keys
+        for key, known in (("k0", "r0"), ("k", "r2")):
+            same = await client.submit("r3", submission_id=3, idempotency_key=key, body_hash=b"b")
+            assert same.accepted.request_id == known
         new = await client.submit("r4", submission_id=4)
         assert new.accepted.request_id == "r4"
 
