@@ -38,7 +38,8 @@ TOKEN_TIME = histogram(
 )
 REQUEST = histogram(
     "laps_sd_gateway_request_seconds",
-    "Time from the arrival of a request to its last message, for streams that reached the request's end.",
+    "Time from the arrival of a request to its last message, for streams that made a request and reached its "
+    "end: not if its client resumed it.",
     buckets=SECONDS,
 )
 REQUEST_OUTPUT = histogram(
@@ -48,11 +49,12 @@ REQUEST_OUTPUT = histogram(
 )
 QUEUE_WAIT = histogram(
     "laps_sd_gateway_queue_wait_seconds",
-    "Time from acceptance to the first round, reported by the scheduler when a request ends.",
+    "Time from acceptance to the first round, reported by the scheduler at the end of the same streams.",
     buckets=SECONDS,
 )
 ROUNDS = counter(
-    "laps_sd_gateway_rounds_total", "Rounds of requests, counted when a request ends, like the next four."
+    "laps_sd_gateway_rounds_total",
+    "Rounds of requests, counted at the end of the same streams, like the next four.",
 )
 DRAFTS = counter("laps_sd_gateway_drafts_total", "Rounds with at least one draft token.")
 DRAFTED = counter("laps_sd_gateway_drafted_tokens_total", "Draft tokens.")
@@ -79,7 +81,8 @@ PAUSES = counter(
     "laps_sd_gateway_slow_reader_pauses_total", "Times that a client read so slowly that its buffer was full."
 )
 REATTACHED = counter(
-    "laps_sd_gateway_reattached_total", "Streams attached again after a broken link or a gap."
+    "laps_sd_gateway_reattached_total",
+    "Times that a stream attached again because tokens before those that arrived were missing.",
 )
 LINK_UP = gauge("laps_sd_gateway_link_up", "1 while a leader of the shard is connected.", ("shard",))
 LINK_GREETINGS = counter(
