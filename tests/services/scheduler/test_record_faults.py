@@ -378,7 +378,8 @@ async def test_a_leader_that_is_stopped_does_not_wait_for_ever_for_the_record(
     leader = await start_own(lease_s=0.5)
     own_valkey.kill()
     with structlog.testing.capture_logs() as lines:
-        await leader.leadership.write_back()
+        async with asyncio.timeout(15):  # two lease periods are one second
+            await leader.leadership.write_back()
 
     assert any(line["event"].startswith("stopping while the record is unavailable") for line in lines)
 
