@@ -834,6 +834,37 @@ async def test_while_the_record_cannot_be_written_everybody_waits_and_afterwards
     assert metrics.STORE_DOWN._value.get() == 0
 
 
+async def test_no_client_is_given_up_that_could_not_come_back_while_the_record_was_away(
+    own_valkey: EmbeddedServer,
+    operator: redis_client.Redis,
+    start_own: StartScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The grace of its request is over when the record is back, and the client comes a moment later."""
+    monkeypatch.setattr(clients, "STILL_COMING_S", 600.0)
+    scheduler = await start_own(reattach_grace_s=2.0)
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    async with worker(scheduler.address) as gpu:
+        async with gateway(scheduler.address) as client:
+            await client.submit("r1")
+            lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        r1 = loop.clients.live["r1"]
+        await wait_until_async(lambda: r1.grace is not None, description="its grace has begun")
+        async with slow(own_valkey, operator):
+            over_s = loop.clock() + 2.0
+            await gpu.send_reports(gpu.report("r1", lease, 0, [10]))
+            await wait_until_async(lambda: loop.outage.stuck, description="the scheduler has noticed")
+            await wait_until_async(lambda: loop.clock() > over_s, description="the grace is over")
+        await gpu.acknowledged(1)
+        async with gateway(scheduler.address, "g2") as client:
+            for number in (2, 3):  # turns in which its end would be decided and written
+                await client.submit(f"r{number}", submission_id=number)
+
+            assert (await client.attach("r1")).result == gateway_pb.AttachReply.RESULT_ATTACHED
+            assert r1.end is None
+
+
 @pytest.mark.parametrize("fault", [full, read_only, slow, unreachable])
 async def test_an_idle_leader_notices_and_reports_that_the_record_cannot_be_written(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, fault: Any
