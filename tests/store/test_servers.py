@@ -19,7 +19,7 @@ from redis.crc import key_slot
 
 from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.embedded import EmbeddedServer
-from scheduler_svc.store.errors import Fault, RecordBehind, StoreUnavailable
+from scheduler_svc.store.errors import Fault, Fenced, RecordBehind, StoreUnavailable
 from scheduler_svc.store.records import SubmitStatus
 from scheduler_svc.store.redis_url import RedisUrl, parse_redis_url
 from scheduler_svc.store.servers import MAX_ATTEMPTS, SentinelUser, Servers
@@ -328,6 +328,31 @@ class TestAReplicaThatIsPromoted:
             await One(store).restore(before) is ALREADY
         )  # what the leader still held went into the request first
         assert (await read(store)).committed_ids == (11, 12, 13)
+
+    async def test_gets_nothing_before_the_leader_has_compared(
+        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
+    ) -> None:
+        """A new request would get the number of one that the new primary lacks."""
+        primary, replica = pair
+        await in_step(replica)
+        store = await open_store(primary, replica)
+        await promote(replica)
+        await accept(store, a_request())
+        primary.kill()
+
+        async def refused() -> bool:
+            try:
+                await accept(store, a_request("r2"))
+            except StoreUnavailable:
+                return False
+            except Fenced:
+                return True
+            raise AssertionError("it was accepted")
+
+        await wait_until_async(refused, description="the new primary is found")
+        assert await store.reclaim_leadership(newest_sequence=1)
+        [second] = await store.submit([a_request("r2")])
+        assert second.sequence == 2
 
     async def test_gets_all_writes_though_the_old_primary_wakes_up(
         self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
