@@ -869,8 +869,8 @@ async def test_no_client_is_given_up_that_could_not_come_back_while_the_record_w
 async def test_an_idle_leader_notices_and_reports_that_the_record_cannot_be_written(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler, fault: Any
 ) -> None:
-    """Nothing is submitted and nothing runs: only the renewal of the lease can find the fault."""
-    scheduler = await start_own(lease_s=0.9)
+    """Nothing is submitted, runs or is saved: only the renewal of the lease can find the fault."""
+    scheduler = await start_own(lease_s=0.9, priors_save_s=600.0)
     outage = scheduler.leadership.outage
     async with grpc.aio.insecure_channel(scheduler.address) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
