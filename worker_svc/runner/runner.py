@@ -20,7 +20,8 @@ its end, see `failures.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from laps_sd.service.log import get_logger
 from worker_svc.engine.interface import Engine, RoundResult
@@ -49,6 +50,9 @@ log = get_logger(__name__)
 
 SHARE_S = 60.0
 """Least seconds between two times that what the probe has learnt goes out (our choice)."""
+
+MOST_PROMPT_LOGPROBS = 2**19
+"""Log probabilities of prompts in a report of several requests (our choice): about 5 MB."""
 
 
 class Runner:
@@ -189,7 +193,12 @@ class Runner:
         idle_s: float = 0.0,
         preempted: int = 0,
     ) -> None:
-        """Record the outcome of a round and deliver its report."""
+        """Record the outcome of a round and deliver its report, or several if one would be too large to be sent."""
+        for part in parts(result):
+            self._report_one(part, swap_out_s, idle_s, preempted)
+            swap_out_s, idle_s, preempted = 0.0, 0.0, 0
+
+    def _report_one(self, result: RoundResult, swap_out_s: float, idle_s: float, preempted: int) -> None:
         progress = self._requests.apply(result)
         waited_s = 0.0
         if result.requests:  # the next round reports what was waited before a report without one
@@ -208,3 +217,32 @@ class Runner:
             self._cache_changes(),
         )
         self._deliver(report)
+
+
+def parts(result: RoundResult) -> Iterator[RoundResult]:
+    """Yield a round as rounds of some of its requests each, with their share of the times, so that none has more
+    than MOST_PROMPT_LOGPROBS.
+    """
+    begin, room = 0, MOST_PROMPT_LOGPROBS
+    for at, step in enumerate(result.requests):
+        if (found := step.prompt_logprobs) is None:
+            continue
+        count = len(found.logprobs) + len(found.alternative_logprobs)
+        if count > room and at > begin:
+            yield _part(result, begin, at)
+            begin, room = at, MOST_PROMPT_LOGPROBS
+        room -= count
+    yield _part(result, begin, len(result.requests)) if begin else result
+
+
+def _part(result: RoundResult, begin: int, end: int) -> RoundResult:
+    share = (end - begin) / len(result.requests)
+    return replace(
+        result,
+        requests=result.requests[begin:end],
+        draft_s=result.draft_s * share,
+        verify_s=result.verify_s * share,
+        prefill_s=result.prefill_s * share,
+        swap_s=result.swap_s * share,
+        total_s=result.total_s * share,
+    )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
+from laps_sd.service.wire import MAX_MESSAGE_BYTES
 from tests.services.worker.harness import Desk, entry, spec
 from tests.worker.pairs import llama_config, load_pair, write_model
 from worker_svc.engine.interface import (
@@ -26,6 +27,7 @@ from worker_svc.engine.interface import (
     Specification,
 )
 from worker_svc.fake.engine import FakeEngine
+from worker_svc.link.wire import round_report
 from worker_svc.runner.failures import FAILURES_IN_A_ROW, ROUNDS_WITH_FEWER
 from worker_svc.runner.messages import (
     Acknowledged,
@@ -974,3 +976,18 @@ def test_an_engine_without_a_probe_ignores_what_another_has_learnt() -> None:
     desk.put(Taught(LearntProbe(Learner.kind, 50, b"\0\0")))
     desk.turns(2)
     assert shared(desk) == []
+
+
+def test_a_round_that_is_too_large_for_a_message_goes_in_several_reports() -> None:
+    """Its stream would break, and again at each report after that: they are offered in order."""
+    desk = Desk(engine(slots=16, target_blocks=16 * 260, max_length=4100, prefill_chunk=16 * 4032))
+    names = [f"r{number:02}" for number in range(16)]
+    desk.give(*(replace(spec(name, prompt=4032, max_tokens=3), prompt_logprobs=64) for name in names))
+    desk.assign(*(entry(name) for name in names))
+    desk.turn_until_idle()
+
+    assert [one.number for one in desk.rounds] == list(range(1, len(desk.rounds) + 1))
+    assert all(round_report(one).ByteSize() < MAX_MESSAGE_BYTES / 2 for one in desk.rounds)
+    told = [step for one in desk.rounds for _, step in one.progress if step.prompt_logprobs is not None]
+    assert sorted(step.request_id for step in told) == names
+    assert [len(desk.tokens(name)) for name in names] == [3] * 16
