@@ -150,7 +150,7 @@ class Calls:
                     )
                     if in_one_message:
                         check_whole_answer(submissions, self.settings.max_answer_bytes)
-                    attachments = [await self._place(stack, submit, caller) for submit in submissions]
+                    attachments = await self._place_all(stack, submissions, caller)
             shown_ids = self.model.markup_ids if reads_markup else frozenset()
             async with self._opened(
                 stack, attachments, caller, began=began, span=span, shown_ids=shown_ids
@@ -300,6 +300,24 @@ class Calls:
             yield generation
         finally:
             self._refused.closed(_now() - began)
+
+    async def _place_all(
+        self, stack: ExitStack, submissions: Sequence[link_pb2.Submit], caller: Caller
+    ) -> list[Attachment]:
+        """Submit the requests of a call. If one is refused, so is the call: those before it, which would continue
+        without a client, are cancelled. Those of an idempotency key are not: a retry attaches to them.
+        """
+        placed: list[Attachment] = []
+        try:
+            for submit in submissions:
+                attachment = await self._place(stack, submit, caller)
+                placed.append(attachment)
+        except LapsSdError:
+            for attachment, submit in zip(placed, submissions, strict=False):
+                if submit.keep and not submit.idempotency_key:
+                    attachment.link.cancel_soon(attachment.acceptance.request_id, tenant=caller.tenant)
+            raise
+        return placed
 
     async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> Attachment:
         """Submit one request and wait until it is accepted; its stream is closed with the stack.

@@ -196,6 +196,13 @@ class ShardLink:
             raise NotFound(f"there is no request {request_id!r}")
         return reply.cancelled
 
+    def cancel_soon(self, request_id: str, *, tenant: str) -> None:
+        """End a request, unless the stream to the leader breaks before; nothing waits for the answer."""
+        cancel = link_pb2.CancelRequested(
+            cancel_id=self.streams.new_id(), request_id=request_id, tenant=tenant
+        )
+        self._send(link_pb2.GatewayMessage(cancel=cancel))
+
     async def explain(self, request_id: str, *, tenant: str, wait_s: float) -> inference_pb2.ExplainResponse:
         """Return the leader's explanation of a request's state. Raises NotFound or Unavailable."""
         request = admin_pb2.AdminExplainRequest(request_id=request_id, tenant=tenant)

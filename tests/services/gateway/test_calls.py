@@ -367,6 +367,31 @@ class TestGenerateStream:
         assert error.value.details() == f"{field} {problem}".strip()
         assert detail.endswith(problem)
 
+    @pytest.mark.parametrize(("fields", "cancelled"), [({}, 1), ({"idempotency_key": "k"}, 0)])
+    async def test_outputs_of_a_refused_call_do_not_continue_without_a_client(
+        self,
+        running: Running,
+        scheduler: FakeScheduler,
+        monkeypatch: pytest.MonkeyPatch,
+        fields: Any,
+        cancelled: int,
+    ) -> None:
+        on_submit = scheduler._on_submit
+
+        def refuse_the_second(connection: Any, submit: Any) -> None:
+            if scheduler.record.requests:
+                scheduler.refuse = Refused(reason=Refused.REASON_TENANT_FULL)
+            on_submit(connection, submit)
+
+        monkeypatch.setattr(scheduler, "_on_submit", refuse_the_second)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running.stub.Generate(GenerateRequest(text="x", n=2, keep=True, **fields))
+        await scheduler.wait_heard("detach")
+
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        [accepted] = scheduler.record.requests
+        assert [one.request_id for one in scheduler.all_heard("cancel")] == [accepted] * cancelled
+
     async def test_a_client_that_leaves_is_detached_and_forgotten(
         self, running: Running, scheduler: FakeScheduler
     ) -> None:
