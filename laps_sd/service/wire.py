@@ -44,6 +44,11 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 2_000
 LEAST_PING_INTERVAL_MS = 5_000
 """Shortest interval of a client's pings; a client that pings more often is cut off (ENHANCE_YOUR_CALM)."""
+MAX_WAITING_CALLS = 20_000
+"""Calls of a server that may wait until its event loop takes them; each costs 9 KiB, and one more ends with CANCELLED. Our
+choice: twice the streams of a gateway. gRPC's own limit ends some calls from 1,000 on, and all from 3,000 on: after a
+failover more than these come together.
+"""
 
 
 def _common_options(max_message_bytes: int, max_sent_bytes: int | None = None) -> list[tuple[str, int]]:
@@ -70,6 +75,8 @@ def server_options(
     return [
         *_common_options(max_message_bytes, max_sent_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
+        ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.so_reuseport", 0),
     ]
 

@@ -444,6 +444,14 @@ async def test_a_client_that_leaves_runs_the_handlers_clean_up():
         await asyncio.wait_for(app.guard.wait_idle(), 5)
 
 
+async def test_calls_that_come_together_are_all_served():
+    async with running() as (_, _, channel):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        calls = [stub.Generate(inference_pb2.GenerateRequest(model="ok")) for _ in range(4000)]
+        replies = await asyncio.gather(*calls)
+        assert {reply.text for reply in replies} == {"done"}
+
+
 async def test_a_bidirectional_stream_flows():
     async with running() as (_, _, channel):
         call = gateway_link_pb2_grpc.GatewayLinkStub(channel).Connect()
