@@ -220,6 +220,8 @@ class Tenants:
         self._path = settings.api_keys_file
         self._single = settings.local_only and self._path is None and not self._trust_metadata
         """True if all callers are on this machine, and one tenant."""
+        self.for_this_machine = self._single and settings.anonymous == "auto"
+        """True if only programs of this machine are meant to call, so that pages in its browsers are refused."""
         self._file = KeyFile({}, {})
         self._accounts: dict[str, _Account] = {}
         self._seen = self._stamp()

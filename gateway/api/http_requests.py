@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from aiohttp import web
+from yarl import URL
 
 from gateway.api.http_errors import response_of_aiohttp
 from gateway.tenants import Tenants
-from laps_sd.errors import InvalidArgument
+from laps_sd.errors import InvalidArgument, PermissionDenied
+from laps_sd.service.listening import is_loopback
 
 __all__ = [
     "REQUEST_ID_HEADER",
     "expect_continue",
+    "names_this_machine",
     "own_request_id",
     "read_bytes",
     "single_header",
@@ -78,7 +81,21 @@ def with_api_key(headers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]
 def tenant_of(request: web.Request, tenants: Tenants) -> str:
     """Return the tenant of a call, by a key in either header. Raises Unauthenticated, PermissionDenied,
     InvalidArgument."""
+    if tenants.for_this_machine and not names_this_machine(request):
+        raise PermissionDenied(
+            "a gateway without keys that listens on loopback answers calls to localhost only, by the Host header;"
+            " LAPS_SD_ANONYMOUS=yes lets it answer calls to other names, as a proxy on this machine may send them"
+        )
     return tenants.of(with_api_key(request.headers.items()))
+
+
+def names_this_machine(request: web.Request) -> bool:
+    """Return whether the Host header is a name or an address of this machine itself. That of a page of another
+    site is not, also where its name was made to resolve to this machine (DNS rebinding)."""
+    try:
+        return is_loopback(URL(f"http://{request.headers.get('Host', '')}").host or "")
+    except ValueError:
+        return False
 
 
 def own_request_id(request: web.Request) -> str:

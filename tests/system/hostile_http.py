@@ -25,7 +25,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Limit in a gateway's default settings."""
 NEITHER = frozenset({200, 400})
-REFUSED = frozenset({400, 404, 405, 408, 411, 413, 414, 415, 417, 431, 501, 505})
+REFUSED = frozenset({400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 431, 501, 505})
 """Allowed statuses for bytes that are not a proper request. 500 is never among them."""
 CLOSED = 0
 """The connection ended without an answer."""
@@ -178,7 +178,7 @@ def request(
     path: str, body: bytes, *headers: bytes, method: str = "POST", kind: bytes = b"application/json"
 ) -> bytes:
     """Return the request as any client sends it."""
-    first = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
+    first = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode()
     return (
         first + b"".join(header + b"\r\n" for header in (b"Content-Type: " + kind, *headers)) + b"\r\n" + body
     )
@@ -186,7 +186,7 @@ def request(
 
 def chunked(path: str, *chunks: bytes) -> bytes:
     """Return a request with a body of these chunks, unchanged."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head.encode() + b"".join(chunks)
 
 
@@ -444,33 +444,38 @@ def no_http(rng: random.Random) -> bytes:
             )
         case 5:
             return (
-                b"GET / HTTP/1.1\r\nHost: x\r\nX: "
+                b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
                 + b"v" * rng.choice((9_000, 70_000, 300_000))
                 + b"\r\n\r\n"
             )
         case 6:
-            return b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * rng.choice((200, 40_000)) + b"\r\n"
+            return (
+                b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * rng.choice((200, 40_000)) + b"\r\n"
+            )
         case 7:
             length = rng.choice(
                 (b"-1", b"abc", b"1e3", b"+5", b"0x10", b" ", b"9" * 30, b"5, 6", b"1_0", b"\xb2")
             )
             return (
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n" + body
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+                + length
+                + b"\r\n\r\n"
+                + body
             )
         case 8:
             return (
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"
                 + body
             )
         case 9:
             return (
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
                 + chunk(body)
             )
         case 10:
             coding = rng.choice((b"gzip", b"chunked, gzip", b"x", b"chunked, chunked", b"\xff"))
             return (
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: "
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: "
                 + coding
                 + b"\r\n\r\n"
                 + chunk(body)
@@ -490,7 +495,7 @@ def no_http(rng: random.Random) -> bytes:
             return good[: -rng.randrange(1, len(body))]
         case 16:
             return (
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nExpect: "
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\nExpect: "
                 + rng.choice((b"wonders", b"\xff"))
                 + b"\r\n\r\n"
             )
@@ -502,18 +507,22 @@ def no_http(rng: random.Random) -> bytes:
             return good.replace(b"\r\n", b"\n")
         case 19:
             return good.replace(
-                b"Host: x",
+                b"Host: localhost",
                 rng.choice((b"Host: \xff", b"Host: a b/c", b"Host:", b"Host: x\r\nHost: y", b"Hos: x")),
             )
         case 20:
             upgrade = rng.choice((b"websocket", b"h2c", b"\xff"))
-            return good.replace(b"Host: x", b"Host: x\r\nConnection: Upgrade\r\nUpgrade: " + upgrade)
+            return good.replace(
+                b"Host: localhost", b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: " + upgrade
+            )
         case 21:
             return b"CONNECT evil:443 HTTP/1.1\r\nHost: evil\r\n\r\n"
         case 22:
             return flipped(rng, good)
         case _:
-            return rng.choice((b"GET ", b"POST ")) + rng.randbytes(50) + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+            return (
+                rng.choice((b"GET ", b"POST ")) + rng.randbytes(50) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            )
 
 
 def is_json_object(raw: bytes) -> bool:
@@ -630,7 +639,8 @@ class Generator:
 
     def _place(self) -> Input:
         method, path, expected = self._rng.choice(PLACES)
-        octets = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
+        host = "x" if path.startswith("/console/api/") else "localhost"
+        octets = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n".encode()
         return Input("place", octets, expected | {CLOSED}, ours=False)
 
     def _no_http(self) -> Input:
@@ -641,7 +651,7 @@ class Generator:
         body = b"{" + b",".join(json.dumps({k: v}).encode()[1:-1] for k, v in BODIES[path].items())
         match rng.randrange(9):
             case 0:
-                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
                 return Input("large", head.encode(), frozenset({413}), heavy=True)
             case 1:
                 sent = chunked(path, *[chunk(b" " * 2**20)] * 5)

@@ -19,15 +19,13 @@ from pathlib import Path
 
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
-from yarl import URL
 
 from gateway.api.console.snapshots import Snapshots
-from gateway.api.http_requests import tenant_of
+from gateway.api.http_requests import names_this_machine, tenant_of
 from gateway.calls.calls import Caller, Calls
 from gateway.links.shards import Shards
 from gateway.tenants import ANONYMOUS, Tenants
 from laps_sd.errors import LapsSdError, NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
-from laps_sd.service.listening import is_loopback
 
 __all__ = ["MAX_VIEWERS", "POLICY", "ConsoleRoutes"]
 
@@ -137,8 +135,7 @@ class ConsoleRoutes:
         if tenant == ANONYMOUS:
             if not self._local_only:
                 raise Unauthenticated("the console needs a key at a gateway that other machines can call")
-            if not _names_this_machine(request.host):
-                # A page of another site whose name was made to resolve to this machine (DNS rebinding).
+            if not names_this_machine(request):
                 raise PermissionDenied("without a key the console is served at localhost only")
         return Caller(tenant=tenant)
 
@@ -157,11 +154,3 @@ class _File:
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
-
-
-def _names_this_machine(host: str) -> bool:
-    """Return whether the value of a Host header is a name of this machine itself."""
-    try:
-        return is_loopback(URL(f"http://{host}").host or "")
-    except ValueError:
-        return False

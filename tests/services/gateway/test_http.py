@@ -1122,6 +1122,29 @@ async def test_a_deadline_holds_without_a_scheduler_that_ends_the_request(
 
 class TestTheServer:
     @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+    async def test_a_page_whose_name_resolves_to_this_machine_is_refused(self, serve: Start) -> None:
+        """Of a gateway without keys at loopback: the browser takes its answers for those of the page's own server."""
+        served = await serve(trust_tenant_metadata=False)
+        for host in ("evil.example:8000", "127.0.0.1.evil.example", ""):
+            for path in ("/v1/models", "/metrics", "/load"):
+                async with served.session.get(served.url + path, headers={"Host": host}) as response:
+                    assert response.status == 403 and "localhost" in await response.text()
+            async with served.session.post(
+                served.url + "/v1/completions", json=TEXT, headers={"Host": host}
+            ) as response:
+                assert response.status == 403
+        for host in ("localhost:8000", "[::1]:8000", "127.0.0.1"):
+            async with served.session.get(served.url + "/v1/models", headers={"Host": host}) as response:
+                assert response.status == 200
+
+    @pytest.mark.parametrize("settings", [{"anonymous": "yes"}, {"trust_tenant_metadata": True}])
+    async def test_a_proxy_on_this_machine_may_send_another_host(
+        self, serve: Start, settings: dict[str, Any]
+    ) -> None:
+        served = await serve(**{"trust_tenant_metadata": False, **settings})
+        async with served.session.get(served.url + "/v1/models", headers={"Host": "api.example"}) as response:
+            assert response.status == 200
+
     async def test_listens_on_every_address_of_ipv6_and_ipv4(self, serve: Any) -> None:
         served: Served = await serve(grpc_host="::", anonymous="yes")
         assert served.running.gateway.http is not None
