@@ -21,7 +21,6 @@ it is an event, because the status was already sent.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import socket
@@ -65,6 +64,7 @@ from gateway.api.openai.body import Json, read_body
 from gateway.api.openai.errors import with_format_field
 from gateway.api.openai.fields_of_chats import renamed
 from gateway.api.openai.headers import read_ttl_s
+from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.reply import Reply, model_json, models_json
 from gateway.api.openai.request import ParsedRequest, read_chat, read_completion
 from gateway.api.openai.responses.body import read_responses
@@ -298,13 +298,19 @@ class HttpServer:
                 read_body(await read_bytes(request), self._calls.settings.max_message_fields), self._unknown
             )
             _put_key(parsed, check_text(KEY_HEADER, single_header(request, KEY_HEADER)))
+        scores = any(one.HasField("logprobs") or one.HasField("prompt_logprobs") for one in parsed.requests)
         async with AsyncExitStack() as stack:
             # With a time to live the status is sent only with the first tokens: before them the request can
             # still be refused.
             try:
                 async with self._open.served(), asyncio.timeout(ttl_s):
                     generation = await stack.enter_async_context(
-                        self._calls.generate(parsed.requests, caller, reads_markup=parsed.kind == "chat")
+                        self._calls.generate(
+                            parsed.requests,
+                            caller,
+                            reads_markup=parsed.kind == "chat",
+                            in_one_message=scores and not parsed.stream,
+                        )
                     )
                     first = await generation.read() if ttl_s is not None else []
             except InvalidArgument as error:
@@ -329,9 +335,9 @@ class HttpServer:
                 while not generation.over:
                     for choice, piece in await generation.read():
                         reply.add(choice, piece)
-            if any(one.HasField("prompt_logprobs") for one in parsed.requests):
+            if scores:
                 # The answer may be a thousand times as long as others: other calls go on while it is written.
-                text = await asyncio.to_thread(lambda: json.dumps(reply.whole()))
+                text = await asyncio.to_thread(lambda: json_in_parts(reply.whole()))
                 return web.json_response(text=text, headers=headers)
             return web.json_response(reply.whole(), headers=headers)
 

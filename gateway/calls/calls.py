@@ -127,7 +127,7 @@ class Calls:
         Choices are numbered consecutively: those of the first request, then those of the second.
         `reads_markup`: the caller finds calls of tools and reasoning in the text. Their markup then is text
         even where it is special tokens, and an output format applies after the reasoning. `in_one_message`:
-        the caller sends the whole output in one message of gRPC, so that it must not be too large for one.
+        the caller sends the whole output in one message, which must not be too large.
         """
         began = _now()
         with ExitStack() as stack:

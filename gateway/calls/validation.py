@@ -146,8 +146,8 @@ def check_whole_answer(submits: Sequence[gateway_link_pb2.Submit], most_bytes: i
         raise InvalidArgument(
             "sampling.max_tokens",
             f"must be smaller for an answer in one message: {len(submits)} outputs of {tokens} tokens in all, with their log"
-            f" probabilities, may have {size} bytes, and at most {most_bytes} can be sent; a stream (GenerateStream)"
-            " has no such limit",
+            f" probabilities, may have {size} bytes, and at most {most_bytes} can be sent; a stream (GenerateStream,"
+            " stream: true) has no such limit",
         )
 
 

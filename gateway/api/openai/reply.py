@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Reply:
         """`prompts`: token ids of the prompt of each choice."""
         self._parsed = parsed
         self._files = model
+        self._bytes_of = functools.cache(model.pieces.bytes_of)
         self._chat = parsed.kind == "chat"
         self._has_logprobs = parsed.requests[0].HasField("logprobs")
         self._keeps_tokens = parsed.return_token_ids or bool(parsed.requests[0].sampling.stop_token_ids)
@@ -367,7 +369,7 @@ class Reply:
         return {
             "token": self._name(token),
             "logprob": logprob if known else None,
-            "bytes": list(self._files.pieces.bytes_of(token)),
+            "bytes": list(self._bytes_of(token)),
         }
 
     def _name(self, token: int, before: str = "") -> str:
@@ -375,7 +377,7 @@ class Reply:
         in completions after `bytes:`."""
         if self._parsed.tokens_as_ids:
             return f"token_id:{token}"
-        octets = self._files.pieces.bytes_of(token)
+        octets = self._bytes_of(token)
         try:
             return octets.decode()
         except UnicodeDecodeError:
@@ -383,7 +385,7 @@ class Reply:
 
     def _decoded(self, token: int) -> str:
         """Return a token's text, with replacement characters for part of a character, as vLLM does."""
-        return self._files.pieces.bytes_of(token).decode(errors="replace")
+        return self._bytes_of(token).decode(errors="replace")
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}

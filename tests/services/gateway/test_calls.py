@@ -497,7 +497,10 @@ class TestGenerate:
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         ((field, problem),) = violations(error.value)
         assert field == "sampling.max_tokens"
-        assert "at most 16777216 can be sent; a stream (GenerateStream) has no such limit" in problem
+        assert (
+            "at most 16777216 can be sent; a stream (GenerateStream, stream: true) has no such limit"
+            in problem
+        )
         assert len(scheduler.all_heard("submit")) == 16
 
     async def test_token_ids_are_used_as_they_stand(self, running: Running, scheduler: FakeScheduler) -> None:

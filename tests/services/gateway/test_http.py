@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api import http_connections, http_server, http_stream
+from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.reply import Reply
 from gateway.calls import calls
 from gateway.model.tokenizer import ModelFiles, load_model
@@ -26,7 +28,7 @@ from laps_sd.v1 import inference_pb2
 from laps_sd.v1.inference_pb2 import OutputFormat, SpeculationSummary, Timing
 from tests.certificates import write_certificates
 from tests.helpers import wait_until_async
-from tests.services.gateway.conftest import CONTEXT, Running, Served, Start, StartGateway
+from tests.services.gateway.conftest import CONTEXT, Running, Served, Start, StartGateway, write_model
 from tests.services.gateway.fake_scheduler import FakeScheduler, Kind
 
 Refused = link_pb2.SubmitRefused
@@ -166,6 +168,62 @@ class TestAWholeAnswer:
         assert got == status
         assert answer["error"]["type"] == "server_error"
         assert said in answer["error"]["message"]
+
+
+class TestAnswersWithLogprobs:
+    """They may be thousands of times as long as others."""
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/completions", TEXT | {"logprobs": 2}),
+            ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
+        ],
+    )
+    async def test_are_written_beside_the_event_loop(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    ) -> None:
+        threads = []
+
+        def written(value: object) -> str:
+            threads.append(threading.current_thread())
+            return json.dumps(value)
+
+        monkeypatch.setattr(http_server, "json_in_parts", written)
+        call = asyncio.create_task(served.post(path, body))
+        await served.finished()
+        status, _, _ = await call
+        assert status == 200
+        assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_that_may_be_too_large_are_refused_before_they_are_computed(
+        self, serve: Start, tmp_path: Path, stream: bool
+    ) -> None:
+        served = await serve(model=load_model(write_model(tmp_path, context=8192), name="tiny"))
+        body = {"prompt": "x", "n": 16, "logprobs": 20, "max_tokens": 8000, "stream": stream}
+        call = asyncio.create_task(served.post("/v1/completions", body))
+        if stream:
+            await served.scheduler.submitted(16)
+            call.cancel()
+            return
+        status, _, answer = await call
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        assert "stream: true" in answer["error"]["message"]
+        assert not served.scheduler.all_heard("submit")
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            {},
+            [],
+            {"a": [], "b": {}, "c": None, "d": 'ü"', "e": [1, [2.5, {"f": True}]]},
+            {"tokens": [f"t{n}" for n in range(200)], "top": [{"a": -1.5, "b": [n, n]} for n in range(64)]},
+            [[list(range(65))] * 3, [{"x": n} for n in range(129)]],
+        ],
+    )
+    def test_have_the_same_text_as_others(self, value: object) -> None:
+        assert json_in_parts(value) == json.dumps(value)
 
 
 class TestAStream:
