@@ -36,7 +36,8 @@ async def read_bytes(request: web.Request) -> bytes:
     # which is not granted.
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
-    if request.headers.get("Content-Encoding", "identity") != "identity":
+    # aiohttp decompresses by the last of several headers.
+    if any(encoding != "identity" for encoding in request.headers.getall("Content-Encoding", [])):
         raise web.HTTPUnsupportedMediaType(text="the body must not be compressed")
     most = request.client_max_size
     if request.content_length is not None and request.content_length > most:

@@ -930,6 +930,10 @@ class TestOctets:
             "Idempotency-Key must be valid Unicode",
         )
 
+    async def test_of_a_body_are_not_decompressed_by_a_second_header(self, served: Served) -> None:
+        headers = (b"Content-Encoding: identity", b"Content-Encoding: gzip")
+        assert (await said_to(served, octets_of(TEXT, *headers))).startswith(b"HTTP/1.1 415 ")
+
     async def test_of_a_body_come_once_it_is_said_that_they_may(self, served: Served) -> None:
         call = asyncio.create_task(said_to(served, octets_of(TEXT, b"Expect: 100-continue")))
         await served.finished()
