@@ -29,10 +29,11 @@ GUIDED = tuple(f"guided_{kind}" for kind in KINDS if kind != "json_object")
 
 
 def read_format(body: Body) -> tuple[str, OutputFormat | None]:
-    """Return the requested format and the field that has it. Raises InvalidArgument for two formats, and for
-    `structured_outputs` without any."""
+    """Return the requested format and the field that has it. Raises InvalidArgument for two different formats,
+    and for `structured_outputs` without any."""
     given = list(_given(body))
-    if len(given) > 1:
+    # Guidance sends the same grammar under vLLM's earlier and present names.
+    if any(output_format != given[0][1] for _, output_format in given):
         names = ", ".join(name for name, _ in given)
         raise InvalidArgument(given[-1][0], f"cannot be used together with another output format ({names})")
     return given[0] if given else ("", None)

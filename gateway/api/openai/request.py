@@ -51,7 +51,7 @@ UNSUPPORTED_FIELDS: Unsupported = {
     "ec_transfer_params": ({},),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
@@ -88,7 +88,7 @@ UNSUPPORTED_FIELDS: Unsupported = {
 (besides null) that do not request them."""
 
 REASONS: Mapping[str, str] = {
-    "guided_decoding_backend": "formats have one backend here",
+    "guided_decoding_backend": "formats are followed by llguidance here",
     "guided_whitespace_pattern": "the blanks between the parts of JSON are fixed",
     "truncate_prompt_tokens": "a prompt is never cut; send fewer tokens",
     "use_beam_search": "outputs are sampled; n makes several",

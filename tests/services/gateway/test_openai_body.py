@@ -149,6 +149,15 @@ def test_what_requests_nothing_is_accepted() -> None:
     assert not read_completion(TEXT | {"logprobs": False}).requests[0].HasField("logprobs")
 
 
+def test_one_format_may_have_two_names() -> None:
+    """As Guidance sends it, for earlier and present vLLM."""
+    grammar = 'start: "a"'
+    twice: Json = {"guided_decoding_backend": "guidance", "guided_grammar": grammar}
+    (request,) = read_chat(CHAT | twice | {"structured_outputs": {"grammar": grammar}}).requests
+
+    assert request.output_format.grammar == grammar
+
+
 def test_a_number_that_is_whole_is_a_whole_number() -> None:
     (request,) = read_completion(TEXT | {"max_tokens": 7.0, "seed": -1.0}).requests
 
