@@ -51,6 +51,7 @@ __all__ = [
     "UnixMs",
     "Unsupported",
     "kind_of_content",
+    "text_of_refusal",
 ]
 
 
@@ -110,6 +111,13 @@ def _list_of_stops(value: object) -> object:
 def kind_of_content(value: object) -> str:
     """Return the alternative of a message's content: a text, or a list of parts."""
     return PARTS if isinstance(value, list) else TEXT
+
+
+def text_of_refusal(value: object) -> object:
+    """Return a part of type `refusal`, which earlier answers of OpenAI have, as a text."""
+    if isinstance(value, dict) and value.get("type") == "refusal":
+        return {"type": "text", "text": value.get("refusal")}
+    return value
 
 
 def _json_text(value: object) -> object:

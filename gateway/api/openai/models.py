@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from google.protobuf.descriptor import FieldDescriptor
-from pydantic import Discriminator, Field, Tag, create_model
+from pydantic import Discriminator, Field, Tag, create_model, model_validator
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.field_errors import FORMAT, PARTS, SCHEMA, TEXT
@@ -32,6 +32,7 @@ from gateway.api.openai.field_types import (
     UnixMs,
     Unsupported,
     kind_of_content,
+    text_of_refusal,
 )
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.structured_outputs import Choices, StructuredOutputs
@@ -56,6 +57,8 @@ class TextPart(Model):
     type: Literal["text"]
     text: Text
 
+    _of_refusal = model_validator(mode="before")(text_of_refusal)
+
 
 Content = Annotated[
     Annotated[Text, Tag(TEXT)]
@@ -69,11 +72,12 @@ class Message(Model):
 
     function_call: Unsupported = None
     audio: Unsupported = None
-    refusal: Unsupported = None
     role: Text
     content: Content | None = None
     tool_calls: Annotated[list[ChatToolCall], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
     tool_call_id: Text | None = None
+    refusal: Text | None = None
+    """What the assistant said in place of content."""
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     """vLLM's name of `reasoning_content`."""

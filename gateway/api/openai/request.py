@@ -303,7 +303,7 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
         content = "".join(part.text for part in content)
     return inference_pb2.ChatMessage(
         role=ROLES.get(message.role, message.role),
-        content=content or "",
+        content=content or message.refusal or "",
         tool_calls=map(tool_call_message, message.tool_calls or ()),
         tool_call_id=message.tool_call_id or "",
         reasoning=message.reasoning_content or message.reasoning or "",

@@ -158,6 +158,16 @@ def test_one_format_may_have_two_names() -> None:
     assert request.output_format.grammar == grammar
 
 
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    before = [
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    (request,) = read_chat({"messages": before}).requests
+
+    assert [message.content for message in request.messages.messages] == ["No.", "No."]
+
+
 def test_a_number_that_is_whole_is_a_whole_number() -> None:
     (request,) = read_completion(TEXT | {"max_tokens": 7.0, "seed": -1.0}).requests
 

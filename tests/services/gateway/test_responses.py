@@ -153,13 +153,14 @@ async def test_a_conversation_with_calls(
             "content": [{"type": "input_text", "text": "Is it "}, {"type": "input_text", "text": "hot?"}],
         },
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot see."}]},
         {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
         {"type": "function_call_output", "call_id": "c1", "output": "33 degrees"},
     ]
     response = await response_of(served, client, input=conversation, tools=[TOOL])
     assert response.output_text == "hello world"
     prompt = prompt_of(served, model)
-    for part in ("Is it hot?", "Let me see.", "Rome", "33 degrees"):
+    for part in ("Is it hot?", "Let me see.", "I cannot see.", "Rome", "33 degrees"):
         assert part in prompt
 
 

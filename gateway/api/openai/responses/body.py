@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
 from gateway.api.openai.field_errors import ITEM, PARTS, TEXT, validated
-from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_of_content
+from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_of_content, text_of_refusal
 from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
@@ -62,8 +62,10 @@ NAMES = (
 class Part(Model):
     """A part of an item's content."""
 
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: Text
+
+    _of_refusal = model_validator(mode="before")(text_of_refusal)
 
 
 Content = Annotated[
