@@ -17,7 +17,15 @@ from gateway.api.openai.values import shown
 from laps_sd.errors import LapsSdError, Unauthenticated
 from laps_sd.service.log import get_logger
 
-__all__ = ["HTTP_LOGGER", "incident", "is_news", "not_found", "refusal_response", "response_of_aiohttp"]
+__all__ = [
+    "ANTHROPIC_PATH",
+    "HTTP_LOGGER",
+    "incident",
+    "is_news",
+    "not_found",
+    "refusal_response",
+    "response_of_aiohttp",
+]
 
 log = get_logger(__name__)
 

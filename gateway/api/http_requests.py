@@ -8,16 +8,15 @@ from collections.abc import Iterable, Iterator
 from aiohttp import web
 from yarl import URL
 
-from gateway.api.http_errors import response_of_aiohttp
+from gateway.api.http_errors import ANTHROPIC_PATH, response_of_aiohttp
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, PermissionDenied
 from laps_sd.service.listening import is_loopback
 
 __all__ = [
-    "REQUEST_ID_HEADER",
     "expect_continue",
+    "id_headers",
     "names_this_machine",
-    "own_request_id",
     "read_bytes",
     "single_header",
     "tenant_of",
@@ -25,6 +24,7 @@ __all__ = [
 ]
 
 REQUEST_ID_HEADER = "x-request-id"
+ANTHROPICS_ID_HEADER = "request-id"
 MAX_REQUEST_ID_CHARACTERS = 128
 BODY_S = 30.0
 """Seconds after which a request is refused whose body has not arrived."""
@@ -99,7 +99,15 @@ def names_this_machine(request: web.Request) -> bool:
         return False
 
 
-def own_request_id(request: web.Request) -> str:
+def id_headers(request: web.Request, made: str) -> dict[str, str]:
+    """Return the headers of a response with the client's id for its request, or without one the id `made`. Anthropic's
+    clients read it by another name."""
+    request_id = _own_request_id(request) or made
+    named = {REQUEST_ID_HEADER: request_id}
+    return named | {ANTHROPICS_ID_HEADER: request_id} if ANTHROPIC_PATH.match(request.path) else named
+
+
+def _own_request_id(request: web.Request) -> str:
     """Return the client's id for its request if it is valid in a header and a log; otherwise an
     empty text."""
     given = request.headers.get(REQUEST_ID_HEADER, "")

@@ -50,9 +50,8 @@ from gateway.api.http_errors import (
     response_of_aiohttp,
 )
 from gateway.api.http_requests import (
-    REQUEST_ID_HEADER,
     expect_continue,
-    own_request_id,
+    id_headers,
     read_bytes,
     single_header,
     tenant_of,
@@ -199,9 +198,8 @@ class HttpServer:
             if self._app.stopping.is_set():
                 response.force_close()
         if not response.prepared:
-            response.headers.setdefault(
-                REQUEST_ID_HEADER, own_request_id(request) or f"req-{secrets.token_hex(12)}"
-            )
+            for name, value in id_headers(request, f"req-{secrets.token_hex(12)}").items():
+                response.headers.setdefault(name, value)
         return response
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -326,7 +324,7 @@ class HttpServer:
                 states=generation.states,
                 prompts=generation.prompts,
             )
-            headers = {REQUEST_ID_HEADER: own_request_id(request) or reply.id}
+            headers = id_headers(request, reply.id)
             if parsed.stream:
                 return await send_stream(request, generation, reply, first, headers, self._turn, self._open)
             for choice, piece in first:

@@ -69,6 +69,16 @@ async def test_a_text(served: Served, model: ModelFiles) -> None:
     assert prompt_of(served, model).endswith("<|system|>Be brief.\n<|user|>hello\n<|assistant|>")
 
 
+async def test_the_id_of_a_call_is_in_anthropics_header(served: Served) -> None:
+    answer = asyncio.create_task(served.post("/v1/messages", BODY))
+    await served.finished()
+    _, headers, message = await answer
+    assert headers["request-id"] == headers["x-request-id"] == message["id"]
+
+    _, headers, _ = await served.post("/v1/messages", BODY | {"model": "other"})
+    assert headers["request-id"] == headers["x-request-id"]
+
+
 async def test_a_stop_sequence(served: Served) -> None:
     end = link_pb2.RequestEnd(kind=Kind.KIND_STOP_SEQUENCE, cut_characters=5)
     answer = await answer_of(served, "/v1/messages", BODY | {"stop_sequences": ["wor"]}, end)
