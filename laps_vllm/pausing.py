@@ -130,6 +130,7 @@ class Pausing:
     requests: dict[str, Request]
     kv_cache_manager: Any
     kv_cache_config: Any
+    scheduler_config: Any
     lora_config: Any
     block_size: int
     max_model_len: int
@@ -357,8 +358,15 @@ class Pausing:
         return run
 
     def _admitted(self, chosen: Sequence[Request]) -> list[Request]:
-        """Return the requests that join the step: the waiting ones of `chosen`."""
-        return self.waiting.those_of(chosen)
+        """Return the requests that join the step, in the order in which vLLM admits them: the waiting ones of `chosen`.
+
+        Without chunked prefill vLLM admits none after one whose prompt does not fit the step. So a reserved one is
+        the first: better ones that join while others decode would never leave it the room.
+        """
+        admitted = self.waiting.those_of(chosen)
+        if not self.scheduler_config.enable_chunked_prefill:
+            admitted.sort(key=lambda request: not self.is_reserved(request))
+        return admitted
 
     def _make_room(
         self, chosen: Sequence[Request], paused: list[Request], admitted: Sequence[Request]

@@ -93,6 +93,7 @@ _SCHEDULER_ATTRIBUTES = (
     "deferred_frees",
     "requires_kv_delivery",
     "lora_config",
+    "scheduler_config",
     "vllm_config",
 )
 _REQUEST_ATTRIBUTES = (

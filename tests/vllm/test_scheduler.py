@@ -107,6 +107,22 @@ def test_a_long_prompt_of_the_best_rank_does_not_stop_those_that_decode(asynchro
 
 
 @BOTH
+def test_the_oldest_request_begins_though_its_prompt_fills_a_step_and_others_always_wait(
+    asynchronous: bool,
+) -> None:
+    """Without chunked prefill a prompt needs room for all of it in a step."""
+    server = laps(slots=4, asynchronous=asynchronous, chunked=False)
+    rng = random.Random(2)
+    longest = server.add(Job(0, MODEL_LENGTH - 5, 5))
+    while not server.emitted[longest]:
+        while len(server.scheduler.requests) < 12:
+            server.add(Job(0, rng.randint(5, 60), rng.randint(10, 60)))
+        server.step()
+        server.check()
+        assert server.steps < 500
+
+
+@BOTH
 def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(asynchronous: bool) -> None:
     server = laps(slots=4, residents=16, blocks=45, asynchronous=asynchronous)
     jobs = [replace(job, prompt=min(job.prompt, 100)) for job in burst(40, seed=5)]

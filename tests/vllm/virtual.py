@@ -89,6 +89,7 @@ def config_of(
     block_size: int = BLOCK,
     tokenizer: bool = False,
     keeps_kv: bool = True,
+    chunked: bool = True,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     model = ModelConfig(
         model=str(DEMO / "target"),
@@ -112,6 +113,7 @@ def config_of(
         is_encoder_decoder=False,
         policy=policy,
         async_scheduling=asynchronous,
+        enable_chunked_prefill=chunked,
     )
     cache = CacheConfig(block_size=block_size, gpu_memory_utilization=0.5, enable_prefix_caching=keeps_kv)
     config = VllmConfig(
@@ -147,6 +149,7 @@ class Server:
         seed: int = 1,
         tokenizer: bool = False,
         keeps_kv: bool = True,
+        chunked: bool = True,
     ) -> None:
         config, kv = config_of(
             slots=slots,
@@ -156,6 +159,7 @@ class Server:
             policy=policy,
             tokenizer=tokenizer,
             keeps_kv=keeps_kv,
+            chunked=chunked,
         )
         cls = cls or (AsyncScheduler if asynchronous else Scheduler)
         init_none_hash(sha256)
