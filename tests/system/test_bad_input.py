@@ -36,13 +36,15 @@ from tests.system.watch import Watch, check_queue_empties, queue, undisturbed
 SHORT_INPUTS = 1_500
 KSERVE_INPUTS = 1_000
 SCHEDULER_INPUTS = 1_000
-LONG_INPUTS = 100_000
+LONG_INPUTS = 40_000
+"""Some hundred of each kind; the seeds are fixed, so that more would be the same again in each run."""
 AT_ONCE = 48
 WARM_UP_INPUTS = 600
 """Sent before memory is measured: caches and arenas have their size by then."""
 SHORT_GROWTH_MIB = 96.0
-LONG_GROWTH_MIB = 160.0
-"""Time to wait for a raw connection; gRPC gives up those that never acknowledge its settings, after 60 s."""
+LONG_GROWTH_MIB = 64.0
+"""A leak of 1.7 kB an input; 28 MiB were seen at most."""
+PEERS_GROWTH_MIB = 120.0
 ANSWER_S = 30.0
 """Time to wait for a raw connection; gRPC itself gives up those that never acknowledge its settings, after 60
 s.
@@ -101,7 +103,7 @@ async def test_every_bad_input_is_answered_by_name_and_nobody_beside_it_notices(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("make", [Generator, KServeGenerator, SchedulerGenerator])
-async def test_a_hundred_thousand_bad_inputs_change_nothing(make: Make) -> None:
+async def test_tens_of_thousands_of_bad_inputs_change_nothing(make: Make) -> None:
     with fuzzed_stack() as stack:
         tally, watch = await fuzz(stack, LONG_INPUTS, seed=2, make=make)
         watch.check(tally, count=LONG_INPUTS, most_mib=LONG_GROWTH_MIB)
@@ -303,7 +305,7 @@ async def peers_at_once(make: Callable[[int], Any], count: int, *, at_once: int 
 
 
 @pytest.mark.parametrize(
-    "peers", [200, pytest.param(3000, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
+    "peers", [200, pytest.param(1200, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
 )
 async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: LocalStack, peers: int) -> None:
     watch = Watch.over(fuzzed)
@@ -322,7 +324,7 @@ async def test_a_scheduler_survives_whatever_gateways_and_workers_say(fuzzed: Lo
     print(f"\n{from_gateways} messages of gateways, {from_workers} of workers")
     watch.check_alive()
     assert min(from_gateways, from_workers) > 10 * peers
-    watch.check_memory(LONG_GROWTH_MIB)
+    watch.check_memory(PEERS_GROWTH_MIB)
 
 
 def in_columns(report: worker_pb.RoundReport) -> None:
@@ -377,7 +379,7 @@ def lying_report(
 
 
 @pytest.mark.parametrize(
-    "rounds", [600, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+    "rounds", [600, pytest.param(8_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 )
 async def test_a_worker_that_lies_about_its_leases_harms_only_its_own_requests(
     make_stack: Callable[..., LocalStack], rounds: int
