@@ -4,6 +4,7 @@ learns."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,15 +41,15 @@ def specs() -> list[Specification]:
     ]
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("worker_svc.engine.load.LengthProbe", Recorded)
-
+@pytest.fixture(scope="module")
+def load() -> Iterator[Callable[..., SpeculativeEngine]]:
     def build(**options: Any) -> SpeculativeEngine:
         sizes = {"slots": 8, "max_length": 512, "max_draft_len": 4, "draft_len": 3}
         return load_engine(TARGET_DIR, DRAFT_DIR, LoadOptions(**{**sizes, **options}))
 
-    return build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker_svc.engine.load.LengthProbe", Recorded)
+        yield build
 
 
 def seen_by(engine: SpeculativeEngine) -> list[Seen]:
@@ -165,9 +166,15 @@ def test_a_failure_of_the_probe_ends_predictions_and_nothing_else(
     ]
 
 
-def test_it_predicts_once_it_has_learnt_from_enough(load: Any, specs: list[Specification]) -> None:
+@pytest.fixture(scope="module")
+def learnt(load: Any, specs: list[Specification]) -> tuple[SpeculativeEngine, dict[str, list[RequestRound]]]:
+    """Return an engine that has run all requests, with its reports; running them takes most of this file."""
     engine = load()
-    _, reports = one_by_one(engine, specs)
+    return engine, one_by_one(engine, specs)[1]
+
+
+def test_it_predicts_once_it_has_learnt_from_enough(learnt: Any) -> None:
+    _, reports = learnt
     given = [any(one.predicted_remaining_tokens for one in rounds) for rounds in reports.values()]
     assert not any(given[:LEAST_REQUESTS])
     assert given[-1]
@@ -179,9 +186,8 @@ def test_it_predicts_once_it_has_learnt_from_enough(load: Any, specs: list[Speci
                 assert 1 <= predicted <= MAX_TOKENS - report.position
 
 
-def test_a_prediction_is_at_most_what_max_tokens_leaves(load: Any, specs: list[Specification]) -> None:
-    engine = load()
-    one_by_one(engine, specs)
+def test_a_prediction_is_at_most_what_max_tokens_leaves(learnt: Any, specs: list[Specification]) -> None:
+    engine, _ = learnt
     _, reports = one_by_one(
         engine, [replace(spec, request_id=f"short-{spec.request_id}", max_tokens=6) for spec in specs]
     )
