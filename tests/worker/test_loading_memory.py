@@ -57,10 +57,12 @@ def test_a_model_is_in_memory_once_while_it_loads(dtype: str, tied: bool, tmp_pa
         "num_key_value_heads": 2,
     }
     large = llama_config(vocab_size=32000, tie_word_embeddings=tied, **sizes)
-    torch.manual_seed(0)
     with torch.device("meta"):
-        parameters = transformers.AutoModelForCausalLM.from_config(large).num_parameters()
-    model = transformers.AutoModelForCausalLM.from_config(large, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(large, dtype=torch.bfloat16)
+    parameters = model.num_parameters()
+    model.to_empty(device="cpu").tie_weights()
+    for weight in model.parameters():
+        weight.data.zero_()  # random numbers would take longer than the test
     model.save_pretrained(tmp_path / "large")
     del model
     write_model(tmp_path / "tiny", llama_config(), seed=0)
