@@ -3,6 +3,7 @@ restart."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -781,6 +782,11 @@ class TestTheRecord:
             priors.cost.observe_swap(100, 0.01)
         return priors
 
+    @functools.cached_property
+    def kept(self) -> str:
+        """What was learnt, in the form of the record."""
+        return json.dumps(self.learnt().to_dict())
+
     def test_there_and_back(self) -> None:
         priors = self.learnt()
         again = Priors.from_dict(json.loads(json.dumps(priors.to_dict())))
@@ -857,7 +863,7 @@ class TestTheRecord:
     def test_what_no_scheduler_can_have_learnt_is_refused(
         self, place: tuple[str, ...], value: Any, problem: str
     ) -> None:
-        data = json.loads(json.dumps(self.learnt().to_dict()))
+        data = json.loads(self.kept)
         inner = data
         for key in place[:-1]:
             inner = inner[key]
@@ -869,7 +875,7 @@ class TestTheRecord:
     @settings(max_examples=300, deadline=None)
     @given(data=st.data())
     def test_whatever_number_is_damaged_they_are_refused_or_serve(self, data: st.DataObject) -> None:
-        kept = json.loads(json.dumps(self.learnt().to_dict()))
+        kept = json.loads(self.kept)
         inner: Any = kept
         while True:
             keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
