@@ -309,7 +309,7 @@ def test_the_same_at_length() -> None:
     run_state_machine_as_test(
         Peers,
         settings=settings(
-            max_examples=1000, stateful_step_count=80, deadline=None, suppress_health_check=HEALTH
+            max_examples=400, stateful_step_count=80, deadline=None, suppress_health_check=HEALTH
         ),
     )
 

@@ -88,7 +88,7 @@ def test_every_request_ends_once_with_all_its_tokens(policy, jobs, workers, faul
 
 @pytest.mark.long
 @given(jobs=JOBS, workers=WORKERS, faults=FAULTS, fair=st.booleans())
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_same_at_length(policy, jobs, workers, faults, fair) -> None:  # type: ignore[no-untyped-def]
     ends_once(policy, jobs, workers, faults, fair)
 
