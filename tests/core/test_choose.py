@@ -1,5 +1,6 @@
 """`laps_sd.contract.choose`: each rule one test, then what must hold for anything."""
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -286,6 +287,27 @@ class TestReservedShare:
         for had, after in ((29, (71, 30)), (30, (71, 31)), (31, (0, 0))):
             clock = ReserveClock("old", 70, had)
             assert choose(who, place(1, reserve_clock=clock)).reserve_clock == ReserveClock("old", *after)
+
+    @settings(deadline=None, max_examples=30)
+    @given(
+        lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+        first=st.sets(st.integers(0, 2 * CYCLE), max_size=200),
+    )
+    def test_one_slot_rounds_of_the_oldest_come_in_time_whichever_request_that_is(
+        self, lengths: list[int], first: set[int]
+    ) -> None:
+        """The bound of docs/policies.md: n of them within 32 n rounds and two cycles. `first`: rounds in which
+        the oldest is first by rank."""
+        clock, ran, number, had = ReserveClock(), "new", 0, 0
+        for oldest, ends_after in enumerate(itertools.accumulate(lengths)):
+            name = f"old-{oldest}"
+            while had < ends_after:
+                old = resident(name, 1.0 if number in first else 9.0, reserved=True, running=ran == name)
+                new = resident("new", 3.0, running=ran == "new")
+                choice = choose([old, new], place(1, reserve_clock=clock))
+                clock, [ran] = choice.reserve_clock, choice.run
+                number, had = number + 1, had + (ran == name)
+                assert number <= RESERVED_ONE_IN * (had + (ran != name)) + 2 * CYCLE
 
     def test_with_more_slots_there_is_no_clock(self) -> None:
         clock = ReserveClock("ended", 7, 3)
