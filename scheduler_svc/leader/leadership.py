@@ -229,7 +229,7 @@ class Leadership:
                     raise Fenced("the record was lost before it was read") from None
                 self.loop.put(LeadInDoubt())
             except StoreUnavailable as error:
-                self.outage.began(error)
+                self.outage.began(error, lasting=True)
 
     def _step_down(self, reason: str) -> None:
         if self.loop is not None:

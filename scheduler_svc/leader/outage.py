@@ -33,6 +33,10 @@ class Outage:
         """True while a write of the leader waits for the record; submissions are then refused on arrival
         instead of queued after it.
         """
+        self.lasting = False
+        """True while the leader could not renew its lease or make its trial write at the last attempt; submissions
+        are then refused on arrival too. An error of one other exchange alone does not refuse the next.
+        """
         self._faults: list[Fault] = []
         self._error = ""
         """Error text of the latest fault."""
@@ -43,9 +47,16 @@ class Outage:
         """Return True if the record was unavailable when it was last needed."""
         return bool(self._faults)
 
-    def began(self, error: StoreUnavailable, *, stuck: bool = False) -> None:
+    def refuses(self, *, restores: bool) -> bool:
+        """Return True if a submission need not be tried. One that restores a request is kept where it can be: its
+        gateway may not come again.
+        """
+        return self.stuck or (self.lasting and not restores)
+
+    def began(self, error: StoreUnavailable, *, stuck: bool = False, lasting: bool = False) -> None:
         """Note that a read or a write failed. Each kind of fault is logged once in an outage."""
         self.stuck = self.stuck or stuck
+        self.lasting = self.lasting or lasting
         self._error = str(error)
         if not self._faults:
             self._began_s = time.monotonic()
@@ -77,7 +88,7 @@ class Outage:
 
     def wrote(self) -> None:
         """Note that the record took the write that was sent to it."""
-        self.stuck = False
+        self.stuck = self.lasting = False
         if self._faults:
             log.info("the record is back", faults=[fault.value for fault in self._faults])
             self._faults = []

@@ -175,7 +175,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
 
         async def take(message: gateway_pb.GatewayMessage) -> None:
             kind = message.WhichOneof("message")
-            if kind == "submit" and loop.outage.stuck:
+            if kind == "submit" and loop.outage.refuses(restores=message.submit.restores):
                 refused = replies.refused(Refusal.STORE_UNAVAILABLE, STORE_DOWN_DETAIL, RETRY_STORE_MS)
                 session.reply(replies.submission_refused(message.submit.submission_id, refused))
             elif kind not in ("heartbeat", None):

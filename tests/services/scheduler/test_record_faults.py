@@ -981,6 +981,38 @@ async def test_a_standby_of_a_record_that_was_full_reports_it_as_available_once_
             await one.crash()
 
 
+@pytest.mark.parametrize("fault", [full, slow, unreachable])
+async def test_an_outage_that_the_renewal_has_found_is_not_tried_by_each_submission(
+    own_valkey: EmbeddedServer,
+    operator: redis_client.Redis,
+    start_own: StartScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Any,
+) -> None:
+    """Each attempt would take seconds, and those behind it would wait for as long."""
+    scheduler = await start_own(lease_s=0.9)
+    submit = scheduler.store.submit
+    tried: list[str] = []
+
+    async def noted(requests: Any, shown: Any) -> Any:
+        tried.extend(new.request_id for new in requests)
+        return await submit(requests, shown)
+
+    monkeypatch.setattr(scheduler.store, "submit", noted)
+    outage = scheduler.leadership.outage
+    async with gateway(scheduler.address) as client:
+        async with fault(own_valkey, operator):
+            await wait_until_async(lambda: outage.on, description="the leader has noticed")
+            reply = await client.submit("r1", idempotency_key="k")
+            assert reply.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+            assert reply.refused.retry_after_ms > 0
+        await wait_until_async(lambda: not outage.on, description="the record is back")
+        again = await client.submit("r2", submission_id=2, idempotency_key="k")
+
+        assert again.accepted.request_id == "r2"
+        assert tried == ["r2"]
+
+
 async def test_a_full_record_admits_nothing_and_says_when_it_has_room_again(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
@@ -1197,6 +1229,8 @@ async def test_made_up_ids_are_read_together(
             replies = [await client.next("attach_reply") for _ in range(100)]
 
         assert {reply.result for reply in replies} == {gateway_pb.AttachReply.RESULT_UNAVAILABLE}
+        outage = scheduler.leadership.outage
+        await wait_until_async(lambda: not outage.on, description="the record is back")
         assert (await client.submit("r1")).accepted.request_id == "r1"
         cancel = gateway_pb.CancelRequested(cancel_id=1000, request_id="made-up", tenant="anonymous")
         await client.send(gateway_pb.GatewayMessage(cancel=cancel))
