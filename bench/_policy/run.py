@@ -76,8 +76,9 @@ def taught(history: Sequence[Job]) -> Priors:
         name, tenant = job.workload_class, job.tenant
         hint = job.facts(0).guessed_tokens
         guesses = Guesses(hint, prompts.predict(job.length_features, name, tenant))
-        priors.observe_length(name, job.output_tokens, guesses, tenant)
-        prompts.learn(job.length_features, name, tenant, job.output_tokens, cut=False)
+        cut = job.output_tokens == job.max_tokens
+        priors.observe_length(name, job.output_tokens, guesses, tenant, cut=cut)
+        prompts.learn(job.length_features, name, tenant, job.output_tokens, cut=cut)
     return priors
 
 

@@ -9,8 +9,10 @@ import pytest
 from bench._policy.judge import levels_at_work
 from bench._policy.regime import REGIMES, Regime, read_regime, settings_of
 from bench._policy.rows import pooled_estimates
+from bench._policy.run import taught
 from bench.policy import main
 from scheduler_svc.core.policies import POLICIES
+from simulator.jobs import Job
 
 SMALL = """
 title = "A few short requests"
@@ -230,3 +232,12 @@ def test_every_regime_of_the_repository_can_be_read_and_judges_policies_that_exi
     assert {spec.partition(":")[0] for spec in regime.runs} <= {*POLICIES, "oracle"}
     for spec in regime.runs:
         settings_of(spec, regime.settings)
+
+
+def test_a_warm_up_learns_from_a_cut_request_as_the_scheduler_does():
+    """Its length is unknown: recorded outputs that ended at their limit would have gone on."""
+    learnt = taught(
+        [Job("own", 0.0, 9, bytes([1] * 10), 80), Job("cut", 0.0, 9, bytes([2] * 40), 80)]
+    ).to_dict()
+
+    assert learnt["all"]["length_counts"] and learnt["all"]["length_cuts"]
