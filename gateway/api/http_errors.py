@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection
 from http import HTTPStatus
 
 from aiohttp import web
@@ -77,8 +77,14 @@ def response_of_aiohttp(error: web.HTTPException, max_bytes: int, path: str) -> 
     return response
 
 
-def not_found(request: web.Request, paths: Iterable[str]) -> web.Response:
-    """Return the answer to a path that does not exist, with those that do."""
+def not_found(request: web.Request, paths: Collection[str]) -> web.Response:
+    """Return the answer to a path that does not exist, with those that do. A path with a slash at the end leads to
+    the one without.
+    """
+    path = request.path.removesuffix("/")
+    if f"{request.method} {path}" in paths:
+        location = str(request.rel_url.with_path(path, keep_query=True))
+        return web.Response(status=HTTPStatus.PERMANENT_REDIRECT, headers={"Location": location})
     error = web.HTTPNotFound(
         text=f"{shown(request.path)} is not a path of this server, which has {', '.join(paths)}"
     )

@@ -1332,6 +1332,25 @@ class TestTheServer:
             if route.method != "HEAD" and route.resource is not None
         }
 
+    @pytest.mark.parametrize(
+        ("method", "path", "location"),
+        [
+            ("GET", "/console/", "/console"),
+            ("GET", "/console/demo/?a=b%20c", "/console/demo?a=b%20c"),
+            ("POST", "/v1/completions/", "/v1/completions"),
+        ],
+    )
+    async def test_leads_from_a_slash_at_the_end_to_the_path_without(
+        self, served: Served, method: str, path: str, location: str
+    ) -> None:
+        async with served.session.request(method, served.url + path, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (308, location)
+
+    @pytest.mark.parametrize("path", ["//console/", "/console//", "/console/x/", "/v1/models/tiny/"])
+    async def test_leads_nowhere_from_another_path(self, served: Served, path: str) -> None:
+        async with served.session.get(served.url + path, allow_redirects=False) as response:
+            assert response.status == 404
+
     @pytest.mark.parametrize(("given", "kept"), [("mine-7", True), ("x" * 200, False)])
     async def test_gives_a_request_id_back(self, served: Served, given: str, kept: bool) -> None:
         status, headers, _ = await served.post(
