@@ -68,6 +68,11 @@ Headers carry a status, and clients accept some kilobytes of them. Longer messag
 UNCOUNTED = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Prefixes of the methods whose calls are not work in progress, and may last without end."""
 
+ENDLESS = ("/grpc.health.v1.Health/Watch", "/grpc.reflection.")
+"""Prefixes of those of them that never end by themselves."""
+MAX_ENDLESS = 1000
+"""Most such calls that are open at once; further ones are refused. Each takes 25 KB, and strangers may watch."""
+
 GRPC_LOGGER = "grpc._cython.cygrpc"
 """Logger of gRPC's own errors after a handler has returned, which cannot be caught elsewhere."""
 
@@ -90,6 +95,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._max_fields = max_fields
         self.active = 0
         """Calls in progress, without health and reflection."""
+        self._endless = 0
         self._idle = asyncio.Event()
         self._idle.set()
         logging.getLogger(GRPC_LOGGER).addFilter(_is_news)
@@ -196,7 +202,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def _work(self, method: str) -> Iterator[None]:
         """Count a call while its handler runs. A stop does not wait for a call before its first message."""
-        if method.startswith(UNCOUNTED):
+        if method.startswith(ENDLESS):
+            if self._endless >= MAX_ENDLESS:
+                raise ResourceExhausted(
+                    f"{MAX_ENDLESS} watches of health and calls of reflection are open, the most of this server",
+                    retry_after_s=1.0,
+                )
+            self._endless += 1
+            try:
+                yield
+            finally:
+                self._endless -= 1
+        elif method.startswith(UNCOUNTED):
             yield
         else:
             with self.counted():

@@ -528,6 +528,30 @@ async def test_a_stop_cuts_off_what_does_not_end_and_is_not_held_up_by_a_health_
             await call.read()
 
 
+async def test_watches_of_health_are_limited_in_number_and_checks_are_not(monkeypatch):
+    monkeypatch.setattr(interceptor, "MAX_ENDLESS", 3)
+    async with running() as (_, _, channel):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "3 watches of health" in refused.value.details()
+        assert await check(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+
+        watches[0].cancel()
+
+        async def watched() -> bool:
+            try:
+                return bool(await stub.Watch(health_pb2.HealthCheckRequest()).read())
+            except grpc.aio.AioRpcError:
+                return False
+
+        await wait_until_async(watched, description="a watch in place of the one that ended")
+
+
 async def test_the_drain_of_a_service_runs_while_calls_are_still_taken():
     async with running(drain_s=5.0) as (app, _, channel):
         stub = inference_pb2_grpc.InferenceStub(channel)
