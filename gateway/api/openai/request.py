@@ -115,6 +115,9 @@ CONVERSIONS: Mapping[str, Callable[[int], int]] = {
 """Sampling parameters that have another value in the message: OpenAI's seeds are signed, and vLLM's top_k of
 -1 for "all" is our 0."""
 
+NAMES_IN_CHATS = (("logprobs", "top_logprobs"),)
+"""The name in a chat of the field that holds the number of alternatives."""
+
 ROLES = {"developer": "system"}
 """Roles that a template has under another name."""
 
@@ -166,7 +169,7 @@ def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     put_messages(request, chat.messages, chat.add_generation_prompt, chat.continue_final_message)
     set_tools(request.messages, chat)
     _check_other_fields(body, ChatBody, on_unknown)
-    parsed = _parsed("chat", chat, [request], format_field)
+    parsed = replace(_parsed("chat", chat, [request], format_field), names=NAMES_IN_CHATS)
     return parsed if chat.include_reasoning is not False else replace(parsed, include_reasoning=False)
 
 

@@ -1009,7 +1009,7 @@ class TestARefusal:
                 "guided_regex",
                 "cannot be used together with",
             ),
-            ({"logprobs": True, "top_logprobs": 21}, "logprobs", "at most 20"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
             ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
             ({"frequency_penalty": 2.5}, "frequency_penalty", "from -2 to 2"),
             ({"logit_bias": {"five": 1}}, "logit_bias", "must name token ids"),

@@ -179,8 +179,11 @@ async def test_a_format(served: Served, client: openai.AsyncOpenAI) -> None:
         ({"previous_response_id": "r"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 5}, "top_logprobs"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"top_logprobs": 5}, "top_logprobs is not supported: chats and completions have log probabilities"),
+        (
+            {"include": ["file_search_call.results"]},
+            'include[0] is not supported here: "file_search_call.results"',
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL, {"type": "function", "name": 5}]}, "tools[1].name"),
         ({"tools": [TOOL | {"name": "two words"}]}, "tools[0]"),

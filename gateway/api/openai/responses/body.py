@@ -20,6 +20,7 @@ from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.responses.tools import ToolsOfResponse, name_in_chat, read_tools
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
+from gateway.api.openai.values import shown
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["ResponsesBody", "read_responses"]
@@ -42,6 +43,7 @@ REASONS = {
     "conversation": "nothing is stored; send the earlier items as input",
     "previous_response_id": "nothing is stored; send the earlier items as input",
     "store": "nothing is stored",
+    "top_logprobs": "chats and completions have log probabilities",
     "truncation": "a prompt is never cut",
 }
 WITHOUT_EFFECT = ("reasoning.encrypted_content",)
@@ -242,7 +244,7 @@ def _format(read: ResponsesBody) -> Any:
 def _check_other_fields(body: Json, read: ResponsesBody, on_unknown: OnUnknown) -> None:
     for index, name in enumerate(read.include or ()):
         if name not in WITHOUT_EFFECT:
-            raise InvalidArgument(f"include[{index}]", "is not supported here; leave it out")
+            raise InvalidArgument(f"include[{index}]", f"is not supported here: {shown(name)}; leave it out")
     known = {
         *ResponsesBody.model_fields,
         *IGNORED_FIELDS,
