@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from gateway.api.openai.field_errors import refused
 from gateway.api.openai.field_types import AtMost, JsonSchema, Text
@@ -46,3 +46,11 @@ class StructuredOutputs(BaseModel):
     disable_additional_properties: NotSupported = None
     whitespace_pattern: NotSupported = None
     disable_fallback: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_requests_nothing(cls, value: object) -> object:
+        """Leave out null and false: a client may send all fields of vLLM's own object."""
+        if not isinstance(value, dict):
+            return value
+        return {name: given for name, given in value.items() if given is not None and given is not False}

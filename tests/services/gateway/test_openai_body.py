@@ -158,6 +158,14 @@ def test_one_format_may_have_two_names() -> None:
     assert request.output_format.grammar == grammar
 
 
+def test_fields_of_a_format_that_request_nothing_are_left_out() -> None:
+    """As `asdict` of vLLM's StructuredOutputsParams has them."""
+    nothing = {"json": None, "json_object": False, "_backend": None, "_backend_was_auto": False}
+    (request,) = read_chat(CHAT | {"structured_outputs": nothing | {"regex": "a"}}).requests
+
+    assert request.output_format.regex == "a"
+
+
 def test_a_refusal_is_what_the_assistant_said() -> None:
     before = [
         {"role": "assistant", "content": None, "refusal": "No."},
