@@ -87,6 +87,10 @@ class MessagesReply(GrowingReply):
         if block["type"] == self.CALL:
             written, self._arguments = "".join(self._arguments), []
             block["input"] = _input(written)
+        if block["type"] == self.REASONING:
+            # Nothing checks it, but clients leave out earlier reasoning that has none.
+            block["signature"] = self.id
+            yield self._delta("signature_delta", signature=self.id)
         yield _event("content_block_stop", index=len(self._blocks) - 1)
 
     def _delta(self, kind: str, **fields: object) -> bytes:

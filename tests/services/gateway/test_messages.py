@@ -42,11 +42,11 @@ async def counted(served: Served, body: Any) -> Any:
 
 
 async def events_of(
-    served: Served, body: Any, text: str = "hello world", end: Any = Kind.KIND_STOP
+    served: Served, body: Any, text: str = "hello world", end: Any = Kind.KIND_STOP, count: int = 1
 ) -> list[Any]:
     """Return the events of a stream, each named by its type."""
     async with served.session.post(served.url + "/v1/messages", json=body | {"stream": True}) as response:
-        await served.finished(text, end)
+        await served.finished(text, end, count)
         blocks = [block for block in (await response.text()).split("\n\n") if block]
     events = []
     for block in blocks:
@@ -96,6 +96,23 @@ async def test_a_stream(served: Served) -> None:
     assert "".join(event["delta"]["text"] for event in events[3:-3]) == "hello world"
     assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert events[-2]["usage"]["output_tokens"] > 0
+
+
+async def test_reasoning_has_a_signature(serve: Start, model_dir: Path) -> None:
+    """Clients leave out earlier reasoning that has none, or send it as text."""
+    served = await serve(model=load_model(model_dir, name="tiny", parsers=("auto", "think")))
+    body, text = BODY | {"thinking": {"type": "adaptive"}}, "<think>brown</think>fox"
+    answer = asyncio.create_task(served.post("/v1/messages", body))
+    await served.finished(text)
+    _, _, message = await answer
+    thinking = {"type": "thinking", "thinking": "brown", "signature": message["id"]}
+    assert message["content"] == [thinking, {"type": "text", "text": "fox"}]
+
+    events = await events_of(served, body, text, count=2)
+    of_thinking = [event for event in events if event.get("index") == 0]
+    assert of_thinking[-1]["type"] == "content_block_stop"
+    signature = {"type": "signature_delta", "signature": events[0]["message"]["id"]}
+    assert of_thinking[-2]["delta"] == signature
 
 
 async def test_a_failure_in_a_stream_is_an_event(served: Served) -> None:
