@@ -63,6 +63,10 @@ def test_settings_come_from_the_environment() -> None:
             {"engine": "vllm", "vllm_args": '{"max_num_seqs": 4}'},
             "LAPS_SD_VLLM_ARGS must not have 'max_num_seqs': set LAPS_SD_VLLM_RESIDENTS",
         ),
+        (
+            {"engine": "vllm", "vllm_args": '{"enable_chunked_prefill": false}'},
+            "must not have 'enable_chunked_prefill': a round may compute a part of a context",
+        ),
         ({"engine": "vllm", "vllm_args": '{"speculative_config": 4}'}, "'speculative_config' that is not an"),
         ({"engine": "vllm", "vllm_args": '{"model": 4}'}, "LAPS_SD_VLLM_ARGS has a 'model'"),
         ({"engine": "vllm", "vllm_args": '{"model": "x"}', "target": "y"}, "exclude each other"),

@@ -13,6 +13,7 @@ RESERVED: Mapping[str, str] = {
     "async_scheduling": "set LAPS_SD_VLLM_OVERLAP",
     "data_parallel_size": "start several workers instead",
     "dtype": "set LAPS_SD_DTYPE",
+    "enable_chunked_prefill": "a round may compute a part of a context",
     "enable_lora": "set LAPS_SD_ADAPTERS",
     "enable_prefix_caching": "set LAPS_SD_PREFIX_REUSE_TOKENS",
     "kv_cache_memory_bytes": "set LAPS_SD_KV_MEMORY_BYTES",

@@ -23,6 +23,7 @@ num_gpu_blocks_override: set settings.kvBlocks
 max_num_active_seqs: set settings.slots
 max_num_seqs: set settings.vllmResidents
 max_num_batched_tokens: set settings.prefillChunk
+enable_chunked_prefill: a round may compute a part of a context
 enable_prefix_caching: set settings.prefixReuseTokens
 trust_remote_code: set settings.trustRemoteCode
 data_parallel_size: set replicas, which are workers of their own
