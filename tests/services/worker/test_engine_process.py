@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench._chaos.checks import ENGINE_KILLED
 from laps_sd.contract.length_probe import problem_with_kind
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
 from laps_sd.errors import StartupError
@@ -107,6 +108,7 @@ def test_the_parent_knows_the_kind_of_the_engines_probe(engine: EngineProcess) -
 
 @for_any_engine
 def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
+    """In the words by which the chaos benchmark knows the engines that it killed."""
     outcomes: list[Outcome] = []
     engine.start(outcomes.append)
     os.kill(engine.pid, signal.SIGKILL)
@@ -114,6 +116,7 @@ def test_a_killed_engine_is_told_as_a_failure(engine: EngineProcess) -> None:
     wait_until(lambda: outcomes, description="the failure is delivered")
     assert isinstance(outcomes[0], Failed)
     assert "was killed by SIGKILL, as the system does when memory is short" in str(outcomes[0].error)
+    assert ENGINE_KILLED in str(outcomes[0].error)
 
 
 def test_an_engine_that_is_killed_while_it_loads_is_told_as_such() -> None:
