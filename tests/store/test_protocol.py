@@ -874,7 +874,7 @@ def check(server: EmbeddedServer, *, examples: int, steps: int) -> None:
 
 
 def test_no_interleaving_of_schedulers_and_workers_breaks_the_protocol(server: EmbeddedServer) -> None:
-    check(server, examples=40, steps=60)
+    check(server, examples=12, steps=60)
 
 
 @pytest.mark.long
