@@ -102,9 +102,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--start-s", type=float, default=START_S, help=f"until a new worker works (default {START_S:g})"
     )
-    parser.add_argument(
-        "--down-window-s", type=float, default=300.0, help="of calm before one is taken away (default 300)"
-    )
     parser.add_argument("--policy", default="laps-sd", help="the core's policy (default laps-sd)")
     parser.add_argument(
         "--predictor",
@@ -140,7 +137,6 @@ def scalings_of(options: argparse.Namespace) -> list[Scaling]:
             target=target,
             most=MOST,
             start_s=options.start_s,
-            down_window_s=options.down_window_s,
         )
         for signal, targets in wanted.items()
         for target in sorted(set(targets))
@@ -335,7 +331,6 @@ def about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     said = [f"--targets {text}" for text in options.targets or ()]
     for name, usual in (
         ("start_s", START_S),
-        ("down_window_s", 300.0),
         ("policy", "laps-sd"),
         ("predictor", "0.3"),
     ):

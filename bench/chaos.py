@@ -63,6 +63,7 @@ VLLM_ENVIRONMENT = {
 }
 VLLM_WARM_S = 120.0
 """Seconds under load until the memory of a worker over vLLM has settled: without faults it does in 75 to 120 s."""
+CANCEL_SHARE = 0.03
 DEADLY_SEED = 2**32
 """Seed of the deadly request. No other request has it: theirs have 32 bits."""
 
@@ -141,7 +142,7 @@ class Run:
             addresses,
             pieces(options),
             seed=options.seed,
-            cancel_share=options.cancel_share,
+            cancel_share=CANCEL_SHARE,
             deadly_seed=DEADLY_SEED,
         )
         progress(f"{options.pieces} requests undisturbed, for their tokens")

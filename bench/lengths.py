@@ -45,6 +45,8 @@ AFTER = (0, 30, 100, 300, 1000, 3000)
 UNLIMITED = 1_000_000
 FEWEST = 150
 """Answers without which a stream is left out."""
+MOST = 4000
+"""Requests of a stream at most."""
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +65,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what makes a stream (default: model)",
     )
     parser.add_argument("--seeds", type=int, default=3, help="orders of each stream (default 3)")
-    parser.add_argument("--most", type=int, default=4000, help="most requests of a stream (default 4000)")
     parser.add_argument("--lag", type=int, default=8, help="requests in flight (default 8)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args(argv)
@@ -148,7 +149,7 @@ def rows_of(
     for seed in range(1, options.seeds + 1):
         order = list(answers)
         random.Random(seed).shuffle(order)
-        order = order[: options.most]
+        order = order[:MOST]
         for estimator in ESTIMATORS:
             found = list(estimates(order, estimator, options.lag, cpu_s if estimator == "warm" else None))
             for after, until in pairwise((*AFTER, len(order))):

@@ -53,6 +53,7 @@ LEASE_S = 3.0
 """The default of a scheduler."""
 SHARD = "main"
 SLOTS = 64
+PROMPT_TOKENS = 64
 MEDIAN_TOKENS = 250
 FILL_TOGETHER = 512
 """Requests that the dead leader writes together."""
@@ -68,7 +69,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, default=50, help=f"workers with {SLOTS} of them each (default 50)"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of each prompt (default 64)")
     parser.add_argument(
         "--output-tokens", type=int, default=100, help="outputs of each request on a worker (default 100)"
     )
@@ -115,7 +115,7 @@ async def fill(url: str, options: argparse.Namespace) -> None:
     assert await store.acquire_leadership(owner="dead:1", lease_s=3600)
     for first in range(0, options.requests, FILL_TOGETHER):
         count = min(FILL_TOGETHER, options.requests - first)
-        await store.submit([a_request(first + at, options.prompt_tokens, rng) for at in range(count)])
+        await store.submit([a_request(first + at, PROMPT_TOKENS, rng) for at in range(count)])
         if first % (64 * FILL_TOGETHER) == 0:
             progress(f"filling: {first + count} of {options.requests}")
     running = [f"{SHARD}.{number:026d}" for number in range(min(options.requests, options.workers * SLOTS))]

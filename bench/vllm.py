@@ -55,6 +55,10 @@ COMPUTED_KV_TOKENS = 466_544
 """KV of the virtual device: what an H100 had left beside an 8B model."""
 STEP_PARTS = ("decode_ms", "decode_row_ms", "mixed_ms", "mixed_token_ms")
 DRAFT_LEN = 4
+COUNTS = (80, 140, 200)
+"""Requests of the bursts in steps."""
+CLOCK_COUNT = 100
+"""Requests of a run on the clock."""
 END_TOKEN = 2
 
 
@@ -118,8 +122,8 @@ def _measured(
         with _driver(options.vllm, setup, folder, "engine", ROOT) as peer:
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
             seeds = range(1, options.seeds + 1)
-            in_steps.learn(peer, options.counts, seeds, folder)
-            yield from in_steps.measure(peer, options.counts, seeds, options.load, options.slots, folder)
+            in_steps.learn(peer, COUNTS, seeds, folder)
+            yield from in_steps.measure(peer, COUNTS, seeds, options.load, options.slots, folder)
     if "speed" in options.parts:
         with _driver(options.vllm, setup, folder, "speed", tree) as peer:
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
@@ -149,7 +153,7 @@ def _measured(
                 for mode in CLOCK
             ]
             seeds = range(101, 101 + options.clock_seeds)
-            yield from on_clock.measure(servers, options.clock_count, seeds, options.load, setup)
+            yield from on_clock.measure(servers, CLOCK_COUNT, seeds, options.load, setup)
 
 
 def _on_shape(
@@ -191,7 +195,7 @@ def _on_shape(
         progress(f"vLLM {version} is ready after {ready_s:.0f} s: {json.dumps(described[part])}")
         plan = on_shape.Plan(
             count=options.shape_count,
-            seeds=range(options.shape_first_seed, options.shape_first_seed + options.shape_seeds),
+            seeds=range(1, options.shape_seeds + 1),
             tokens=options.shape_tokens,
             load=options.shape_load,
             slots=options.shape_slots,

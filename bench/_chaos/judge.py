@@ -49,8 +49,8 @@ def judge(
         violations.append(f"{share:.2%} ended successfully, the goal is {SUCCESS_GOAL:.1%}")
     if carried < CARRYING_GOAL:
         violations.append(f"{carried:.0%} of the faults hit a component that had requests")
-    if successful < options.floor:
-        violations.append(f"{successful} requests completed, the floor is {options.floor}")
+    if successful < options.faults:
+        violations.append(f"{successful} requests completed, the floor is {options.faults}")
     violations += [
         f"a {kind} grew by {mib:.0f} MiB, allowed are {GROWTH_MIB:.0f}"
         for kind, mib in growth.items()
@@ -78,7 +78,7 @@ def judge(
     table("Chaos", rows, width=160)
     summary = (
         f"{len(injector.injected)} faults, {carried:.0%} on what had requests; {successful} of {len(requests)} requests and {tokens} "
-        f"tokens completed (floor {options.floor} requests), {allowed} ended with an explicit error where that is allowed, "
+        f"tokens completed (floor {options.faults} requests), {allowed} ended with an explicit error where that is allowed, "
         f"{len(violations)} violations"
     )
     return rows, summary

@@ -39,12 +39,8 @@ def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
         "--round-s", type=float, default=0.1, help="of a round of the fake engine (default 0.1)"
     )
     parser.add_argument(
-        "--cancel-share", type=float, default=0.03, help="of the requests that are cancelled (default 0.03)"
-    )
-    parser.add_argument(
         "--kinds", help=f"only these kinds of faults, separated by commas, of: {', '.join(KINDS)}"
     )
-    parser.add_argument("--floor", type=int, help="requests completed at least (default: as many as faults)")
     parser.add_argument(
         "--logs", type=Path, help="keep the processes' logs in this folder (violations keep them anyway)"
     )
@@ -57,8 +53,6 @@ def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
     for name, default in DEFAULTS[options.engine].items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    if options.floor is None:
-        options.floor = options.faults
     kinds = tuple(kind.strip() for kind in options.kinds.split(",")) if options.kinds else KINDS
     unknown = set(kinds) - set(KINDS)
     if unknown:

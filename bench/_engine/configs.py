@@ -39,14 +39,9 @@ def ours(options: argparse.Namespace) -> list[Config]:
     """Return our engine's configurations: at each batch size without speculation and with it."""
     found = []
     for batch in options.batch:
-        engine = Ours(options, batch, modes=2 + options.lookup)
-        for name, draft_len, drafter in (
-            (PLAIN, 0, None),
-            (SPECULATIVE, None, None),
-            *((("ours, look-up", None, "lookup"),) if options.lookup else ()),
-        ):
-            run = engine.mode(name, draft_len, drafter)
-            found.append(Config(name, run, _of_batch(batch)))
+        engine = Ours(options, batch)
+        for name, draft_len in ((PLAIN, 0), (SPECULATIVE, None)):
+            found.append(Config(name, engine.mode(name, draft_len), _of_batch(batch)))
     return found
 
 

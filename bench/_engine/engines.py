@@ -22,6 +22,8 @@ while is slower for both."""
 FEW = 4
 """Upper bound of the requests that run together at the foot of the ramp, where its draft lengths are
 reported."""
+MODES = 2
+"""Modes of our engine that the pool has room for: without draft tokens, and with them."""
 
 
 class Ours:
@@ -29,8 +31,7 @@ class Ours:
     the caches for the next.
     """
 
-    def __init__(self, options: argparse.Namespace, batch: int, modes: int = 2) -> None:
-        """`modes` is the number of modes that the pool has room for; each of them runs `batch` requests."""
+    def __init__(self, options: argparse.Namespace, batch: int) -> None:
         from bench._synthetic import synthetic
         from worker_svc.engine.interface import blocks_needed
         from worker_svc.engine.load import load_engine
@@ -40,7 +41,7 @@ class Ours:
             threads=options.threads,
             dtype=options.dtype,
             slots=batch,
-            blocks=modes * batch * blocks_needed(MAX_LENGTH, MAX_DRAFT_LEN, BLOCK_SIZE),
+            blocks=MODES * batch * blocks_needed(MAX_LENGTH, MAX_DRAFT_LEN, BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             max_length=MAX_LENGTH,
             max_draft_len=MAX_DRAFT_LEN,
@@ -49,32 +50,25 @@ class Ours:
         self._limit = options.tokens
         self._ends = options.ends
 
-    def mode(
-        self, name: str, draft_len: int | None, drafter: str | None = None
-    ) -> Callable[[Cell], Generator[None, None, Outcome]]:
-        """Return one way to run it: with a constant number of draft tokens, or (None) with as many as pay;
-        `drafter` as a request names it.
-        """
+    def mode(self, name: str, draft_len: int | None) -> Callable[[Cell], Generator[None, None, Outcome]]:
+        """Return one way to run it: with a constant number of draft tokens, or (None) with as many as pay."""
         # Each mode learns the value and the cost of drafts for itself.
         lengths = replace(copy.deepcopy(self._engine.lengths), fixed=draft_len)
-        return lambda cell: self._slices(name, lengths, drafter, cell)
+        return lambda cell: self._slices(name, lengths, cell)
 
-    def _slices(
-        self, name: str, lengths: Any, drafter: str | None, cell: Cell
-    ) -> Generator[None, None, Outcome]:
+    def _slices(self, name: str, lengths: Any, cell: Cell) -> Generator[None, None, Outcome]:
         """Generate first come, first served, as a worker alone would; pause after every `SLICE_S`, and count
         no pause.
         """
-        from worker_svc.engine.interface import Drafter, Sampling, Specification
+        from worker_svc.engine.interface import Sampling, Specification
 
         engine = self._engine
         waiting = [
             Specification(
-                f"{name}-{at}", one.ids, (), Sampling(one.temperature, seed=one.number), self._limit,
-                drafter=None if drafter is None else Drafter(drafter),
+                f"{name}-{at}", one.ids, (), Sampling(one.temperature, seed=one.number), self._limit
             )
             for at, one in enumerate(cell.requests)
-        ]  # fmt: skip
+        ]
         outputs: dict[str, list[int]] = {spec.request_id: [] for spec in waiting}
         waiting.reverse()
         running: list[str] = []

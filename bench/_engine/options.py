@@ -46,7 +46,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         help="threads of an operation, or `all` cores (default 1); of the table several (default 1,2,4, as far as the machine has them)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of random weights")
-    parser.add_argument("--lookup", action="store_true", help="measure drafting by look-up too")
     parser.add_argument(
         "--no-peers",
         action="store_true",

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench._shapes import PAIRS
-from bench.report import numbers
 
 PARTS = ("steps", "speed", "cost", "worker", "clock")
 BY_NAME = ("shape", "computed")
@@ -27,18 +26,12 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         default=",".join(PARTS),
         help=f"(default {','.join(PARTS)}); by name only: {', '.join(BY_NAME)}",
     )
-    parser.add_argument(
-        "--counts", type=numbers, default=[80, 140, 200], help="requests of a burst (default 80,140,200)"
-    )
     parser.add_argument("--seeds", type=int, default=6, help="seeds in steps (default 6)")
     parser.add_argument("--load", type=float, default=0.9, help="of the other arrivals (default 0.9)")
     parser.add_argument("--slots", type=int, default=8, help="requests of a step (default 8)")
     parser.add_argument("--residents", type=int, default=32, help="requests with KV at most (default 32)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per request at most (default 200)")
     parser.add_argument("--turns", type=int, default=5, help="turns of speed, cost and worker (default 5)")
-    parser.add_argument(
-        "--clock-count", type=int, default=100, help="requests of a run on the clock (default 100)"
-    )
     parser.add_argument("--clock-seeds", type=int, default=4, help="seeds on the clock (default 4)")
     parser.add_argument(
         "--dtype",
@@ -60,7 +53,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         help="of shape's other arrivals; below 1 hardly any request waits in a large step (default 1.2)",
     )
     parser.add_argument("--shape-seeds", type=int, default=3, help="seeds of shape (default 3)")
-    parser.add_argument("--shape-first-seed", type=int, default=1, help="the first of them (default 1)")
     parser.add_argument(
         "--shape-tokens", type=int, default=1024, help="tokens per request at most (default 1024)"
     )
