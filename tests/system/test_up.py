@@ -142,8 +142,17 @@ def test_ctrl_c_again_and_again_does_not_interrupt_the_stop() -> None:
     assert up.lines.count("stopping") == 1
 
 
+def begun(at_hangup: signal.Handlers, **given: Any) -> Up:
+    """Start a system that inherits what this process does at the end of its terminal."""
+    before = signal.signal(signal.SIGHUP, at_hangup)
+    try:
+        return Up("--engine", "fake", **given)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_end_of_the_terminal_stops_everything_and_leaves_no_record(tmp_path: Path) -> None:
-    with Up("--engine", "fake", environment={"TMPDIR": str(tmp_path)}) as up:
+    with begun(signal.SIG_DFL, environment={"TMPDIR": str(tmp_path)}) as up:
         assert list(tmp_path.iterdir())
         up.process.send_signal(signal.SIGHUP)
         up.process.wait()
@@ -152,12 +161,7 @@ def test_the_end_of_the_terminal_stops_everything_and_leaves_no_record(tmp_path:
 
 
 def test_a_system_that_nohup_started_outlives_its_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the child inherits it
-    try:
-        starting = Up("--engine", "fake")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    with starting as up, Client(up.grpc("gateway-0")) as client:
+    with begun(signal.SIG_IGN) as up, Client(up.grpc("gateway-0")) as client:
         up.process.send_signal(signal.SIGHUP)
         up.kill("worker-0")
         wait_until(lambda: up.said("worker-0 is ready again"), description="it is back")
