@@ -11,6 +11,8 @@ from typing import TypeVar
 from laps_sd.stack.ports import free_port as free_port
 
 T = TypeVar("T")
+PATIENCE_S = 60.0
+"""Seconds for which a test waits. A machine that runs other tests at the same time may need most of them."""
 
 
 class NotYetError(AssertionError):
@@ -18,7 +20,7 @@ class NotYetError(AssertionError):
 
 
 def wait_until(
-    predicate: Callable[[], T], *, description: str, timeout_s: float = 20.0, every_s: float = 0.02
+    predicate: Callable[[], T], *, description: str, timeout_s: float = PATIENCE_S, every_s: float = 0.02
 ) -> T:
     """Call `predicate` until it returns a true value, and return that."""
     deadline = time.monotonic() + timeout_s
@@ -35,7 +37,7 @@ async def wait_until_async(
     predicate: Callable[[], T | Awaitable[T]],
     *,
     description: str,
-    timeout_s: float = 20.0,
+    timeout_s: float = PATIENCE_S,
     every_s: float = 0.02,
 ) -> T:
     """Wait as `wait_until` does, without blocking the loop; `predicate` may be a coroutine function."""

@@ -222,13 +222,13 @@ async def test_autoscalers_find_number_and_selector(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, replicas=2))
-    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready")
 
     scale = await cluster.scale_pool(NAME, 3)
 
     assert scale["spec"]["replicas"] == 3
     assert scale["status"] == {"replicas": 2, "selector": f"{objects.POOL_LABEL}={NAME}"}
-    await wait_until_async(lambda: ready(cluster, 3), description="three workers are ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 3), description="three workers are ready")
 
 
 async def ready(cluster: Cluster, count: int) -> bool:
@@ -243,7 +243,7 @@ async def test_a_pool_becomes_a_deployment_and_status_says_how_it_does(
 ) -> None:
     created = await cluster.create_pool(with_spec(pool, replicas=2))
 
-    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready")
     made = await cluster.deployment(NAME)
     assert made is not None
     assert made["metadata"]["ownerReferences"][0]["uid"] == created["metadata"]["uid"]
@@ -309,9 +309,7 @@ async def one_too_many(
     """
     count = len(prompts)
     await cluster.create_pool(with_spec(pool, replicas=count, drainSeconds=3600))
-    await wait_until_async(
-        lambda: len(kubelet.workers) == count, description=f"{count} workers", timeout_s=60
-    )
+    await wait_until_async(lambda: len(kubelet.workers) == count, description=f"{count} workers")
     async with gateway(leader.address) as client:
         busy = await occupy(client, kubelet, prompts)
         await cluster.scale_pool(NAME, count - 1)
@@ -363,7 +361,7 @@ async def test_a_number_set_by_hand_becomes_the_pools(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, replicas=1))
-    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready")
 
     await cluster.scale_deployment(NAME, 3)
 
@@ -387,18 +385,18 @@ async def test_an_operator_that_was_killed_goes_on_where_it_was(
         await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])
         deployed.start()
 
-        await wait_until_async(lambda: has_pods(cluster, 1), description="the pod is gone", timeout_s=60)
+        await wait_until_async(lambda: has_pods(cluster, 1), description="the pod is gone")
         assert set(await cluster.pods()) == {busy["long"]}
 
 
 @pytest.fixture
 async def standby(cluster: Cluster, deployed: OperatorProcess) -> AsyncIterator[OperatorProcess]:
     """Start a second operator, while the first one leads."""
-    await wait_until_async(lambda: leads(cluster, deployed), description="the first one leads", timeout_s=60)
+    await wait_until_async(lambda: leads(cluster, deployed), description="the first one leads")
     found = deployed.twin()
     found.start()
     try:
-        await wait_until_async(lambda: works(found), description="the second one is there", timeout_s=60)
+        await wait_until_async(lambda: works(found), description="the second one is there")
         yield found
     finally:
         found.stop()
@@ -426,7 +424,7 @@ async def test_of_two_operators_one_acts_and_the_other_takes_over_from_a_dead_on
         deployed.kill()
         await kubelet.workers[busy["short"]].run_round("short", 1, 1, [5])
 
-        await wait_until_async(lambda: has_pods(cluster, 2), description="the pod is gone", timeout_s=60)
+        await wait_until_async(lambda: has_pods(cluster, 2), description="the pod is gone")
         assert set(await cluster.pods()) == {busy["long"], busy["middle"]}
         assert await cluster.replicas(NAME) == 2
         assert await leads(cluster, standby)
@@ -442,16 +440,14 @@ async def test_an_operator_that_wakes_up_after_another_took_over_does_nothing(
 ) -> None:
     deployed.signal(signal.SIGSTOP)
     try:
-        await wait_until_async(
-            lambda: leads(cluster, standby), description="the other one leads", timeout_s=60
-        )
+        await wait_until_async(lambda: leads(cluster, standby), description="the other one leads")
         await cluster.create_pool(pool)
-        await wait_until_async(lambda: has_pods(cluster, 1), description="it works", timeout_s=60)
+        await wait_until_async(lambda: has_pods(cluster, 1), description="it works")
     finally:
         deployed.signal(signal.SIGCONT)
-    await wait_until_async(lambda: "leads no more" in deployed.said(), description="it knows", timeout_s=60)
+    await wait_until_async(lambda: "leads no more" in deployed.said(), description="it knows")
     await cluster.scale_pool(NAME, 2)
-    await wait_until_async(lambda: has_pods(cluster, 2), description="the other one goes on", timeout_s=60)
+    await wait_until_async(lambda: has_pods(cluster, 2), description="the other one goes on")
     assert "acts" not in deployed.said()
 
 
@@ -472,7 +468,7 @@ async def test_a_changed_pool_changes_its_pods_and_not_their_number(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, replicas=2))
-    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready")
     before = set(await cluster.pods())
 
     await cluster.patch_pool(NAME, {"spec": {"drainSeconds": 90}})
@@ -481,7 +477,7 @@ async def test_a_changed_pool_changes_its_pods_and_not_their_number(
         pods = await cluster.pods()
         return len(pods) == 2 and not before & set(pods) and await ready(cluster, 2)
 
-    await wait_until_async(replaced, description="both pods are new", timeout_s=60)
+    await wait_until_async(replaced, description="both pods are new")
     for found in (await cluster.pods()).values():
         assert found["spec"]["terminationGracePeriodSeconds"] == 100
 
@@ -490,12 +486,12 @@ async def test_a_pool_goes_with_all_it_has_and_without_its_operator(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, replicas=2))
-    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready")
     deployed.kill()
 
     await cluster.delete_pool(NAME)
 
-    await wait_until_async(lambda: has_pods(cluster, 0), description="its pods are gone", timeout_s=60)
+    await wait_until_async(lambda: has_pods(cluster, 0), description="its pods are gone")
     assert await cluster.pools() == []
     assert await cluster.deployment(NAME) is None
 
@@ -505,11 +501,11 @@ async def test_a_pool_that_is_being_deleted_gets_no_new_deployment(
 ) -> None:
     """In the foreground: the pool stays until what it owns is gone."""
     await cluster.create_pool(with_spec(pool, replicas=1))
-    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready")
 
     await cluster.delete_pool(NAME, "Foreground")
 
-    await wait_until_async(lambda: has_pools(cluster, 0), description="the pool is gone", timeout_s=60)
+    await wait_until_async(lambda: has_pools(cluster, 0), description="the pool is gone")
     assert await cluster.deployment(NAME) is None
 
 
@@ -517,12 +513,12 @@ async def test_a_pool_that_is_there_again_at_once_gets_a_deployment_of_its_own(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, replicas=1))
-    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready")
 
     await cluster.delete_pool(NAME)
     again = await cluster.create_pool(with_spec(pool, replicas=2))
 
-    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready")
     made = await cluster.deployment(NAME)
     assert made is not None
     assert [one["uid"] for one in made["metadata"]["ownerReferences"]] == [again["metadata"]["uid"]]
@@ -566,10 +562,10 @@ async def test_others_can_wait_for_the_condition_and_events_say_what_happened(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, scheduler="127.0.0.1:1", replicas=1))
-    await wait_until_async(lambda: condition(cluster, "False"), description="it is not ready", timeout_s=60)
+    await wait_until_async(lambda: condition(cluster, "False"), description="it is not ready")
 
     await cluster.patch_pool(NAME, {"spec": {"scheduler": pool["spec"]["scheduler"]}})
-    await wait_until_async(lambda: condition(cluster, "True"), description="it is ready", timeout_s=60)
+    await wait_until_async(lambda: condition(cluster, "True"), description="it is ready")
 
     found = (await cluster.core.list_namespaced_event(cluster.namespace)).items
     own = {(one.type, one.reason) for one in found if one.involved_object.kind == "SpeculativePool"}
@@ -584,7 +580,7 @@ async def test_a_deployment_that_somebody_edits_is_mended_and_a_restart_stays(
     cluster: Cluster, pool: dict[str, Any], deployed: OperatorProcess, kubelet: Kubelet
 ) -> None:
     await cluster.create_pool(with_spec(pool, replicas=1))
-    await wait_until_async(lambda: condition(cluster, "True"), description="it is ready", timeout_s=60)
+    await wait_until_async(lambda: condition(cluster, "True"), description="it is ready")
     assert "Mended" not in deployed.said() and "because" not in deployed.said(), "defaults are no change"
     restarted = {"metadata": {"annotations": {objects.RESTARTED: "2026-01-01T00:00:00Z"}}}
     edited = {"containers": [{"name": "worker", "image": "other:1"}]}
@@ -614,7 +610,7 @@ async def test_pods_that_kubernetes_does_not_make_are_told_in_status(
     await wait_until_async(lambda: problem(cluster, f'"{account}" not found'), description="status says so")
 
     await cluster.core.create_namespaced_service_account(cluster.namespace, {"metadata": {"name": account}})
-    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready", timeout_s=60)
+    await wait_until_async(lambda: ready(cluster, 1), description="a worker is ready")
     await wait_until_async(lambda: no_problem(cluster), description="and status says no more")
 
 
@@ -647,7 +643,7 @@ async def test_a_scheduler_that_is_away_stops_no_growth_and_is_told(
 
         await cluster.scale_pool(NAME, 2)
 
-        await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready", timeout_s=60)
+        await wait_until_async(lambda: ready(cluster, 2), description="two workers are ready")
         assert "queued" not in await cluster.status(NAME)
     finally:
         await kubelet.close()
@@ -917,7 +913,7 @@ async def test_a_release_changes_to_the_operator_and_back(
         assert await cluster.pools() == [NAME], "it is as it was"
 
         await cluster.delete_pool(NAME, "Foreground")
-        await wait_until_async(lambda: has_pools(cluster, 0), description="the pool is gone", timeout_s=60)
+        await wait_until_async(lambda: has_pools(cluster, 0), description="the pool is gone")
         await helm(cluster, *back)
 
         made = await cluster.deployment(NAME)

@@ -287,7 +287,7 @@ class TestBuilt:
                         return False
                     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
-                wait_until(lives, description=f"the {component} answers health", timeout_s=60)
+                wait_until(lives, description=f"the {component} answers health")
         finally:
             process.terminate()
             process.wait(60)

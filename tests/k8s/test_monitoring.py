@@ -109,9 +109,7 @@ def running(kubernetes: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
                     else {}
                 )
 
-            yield Running(
-                stack, operator, wait_until(served, description="all have looked around", timeout_s=60)
-            )
+            yield Running(stack, operator, wait_until(served, description="all have looked around"))
         finally:
             operator.stop()
 
@@ -331,7 +329,7 @@ def test_prometheus_answers_every_query_of_the_dashboard(running: Running, prome
             if not (ask(prometheus, "query", query=expression) or {}).get("result")
         ]
 
-    wait_until(lambda: not unanswered(), description="every query has an answer", timeout_s=60, every_s=1)
+    wait_until(lambda: not unanswered(), description="every query has an answer", every_s=1)
 
 
 def test_prometheus_takes_every_rule_and_none_fires_on_a_healthy_system(

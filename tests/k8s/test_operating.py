@@ -361,7 +361,7 @@ def test_a_definition_that_is_deleted_ends_it_and_frees_the_lease(
     beside: ApiServer, process: OperatorProcess
 ) -> None:
     process.start()
-    wait_until(lambda: holder(beside), description="it leads", timeout_s=60)
+    wait_until(lambda: holder(beside), description="it leads")
     beside.defined = False
     beside.run(beside.end_watches)
 
@@ -377,7 +377,7 @@ def test_the_process_serves_probes_and_metrics_and_stops_by_a_signal(
     beside: ApiServer, process: OperatorProcess
 ) -> None:
     process.start()
-    wait_until(process.is_healthy, description="it is ready", timeout_s=60)
+    wait_until(process.is_healthy, description="it is ready")
     wait_until(lambda: holder(beside) == process.pod, description="it leads")
 
     status, text = process.health()
@@ -395,7 +395,7 @@ def test_a_port_that_is_taken_is_a_sentence(
     beside: ApiServer, process: OperatorProcess, tmp_path: Path
 ) -> None:
     process.start()
-    wait_until(process.is_healthy, description="it is ready", timeout_s=60)
+    wait_until(process.is_healthy, description="it is ready")
     for variable in ("LAPS_SD_OPERATOR_HEALTH_PORT", "LAPS_SD_OPERATOR_METRICS_PORT"):
         twin = process.twin(**{variable: process.environment[variable]})
         twin.start()

@@ -55,7 +55,7 @@ async def _join(servers: list[EmbeddedServer]) -> None:
         states = [await ask(server, "CLUSTER", "INFO") for server in servers]
         return all(b"cluster_state:ok" in s and b"cluster_known_nodes:3" in s for s in map(_octets, states))
 
-    await wait_until_async(joined, description="the cluster is complete", timeout_s=60)
+    await wait_until_async(joined, description="the cluster is complete")
 
 
 def _octets(answer: Any) -> bytes:

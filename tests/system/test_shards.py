@@ -58,7 +58,7 @@ async def all_linked(stack: LocalStack, shards: int) -> None:
     def linked() -> bool:
         return all(stack.log(name).count("greeted") >= shards for name in gateways)
 
-    await wait_until_async(linked, description=f"{len(gateways)} gateways know {shards} shards", timeout_s=60)
+    await wait_until_async(linked, description=f"{len(gateways)} gateways know {shards} shards")
 
 
 async def test_the_death_of_one_leader_disturbs_no_other_shard(make_stack: StackMaker) -> None:
@@ -86,7 +86,7 @@ async def test_the_death_of_one_leader_disturbs_no_other_shard(make_stack: Stack
         def ended_of_s1() -> list[Outcome]:
             return [task.result() for task in running if task.done() and shard_of(task.result()) == "s1"]
 
-        await wait_until_async(ended_of_s1, description="streams of s1 end", timeout_s=60)
+        await wait_until_async(ended_of_s1, description="streams of s1 end")
         while_down = await stream_all(stub, [request(number) for number in range(4)])
         await asyncio.to_thread(stack.restart, "scheduler-0")
         outcomes = await asyncio.gather(*running)
@@ -135,13 +135,13 @@ async def test_a_shard_is_added_under_traffic(make_stack: StackMaker) -> None:
         )
 
         clients = [asyncio.create_task(client(stub)) for stub in stubs for _ in range(3)]
-        await wait_until_async(lambda: len(outcomes) >= 6, description="traffic runs", timeout_s=60)
+        await wait_until_async(lambda: len(outcomes) >= 6, description="traffic runs")
         added = await asyncio.to_thread(add_shard, stack)
 
         def served_there() -> bool:
             return any(shard_of(outcome) == added for outcome in outcomes.values())
 
-        await wait_until_async(served_there, description="the new shard serves", timeout_s=60)
+        await wait_until_async(served_there, description="the new shard serves")
         after = await stream_all(stubs[1], keyed)
         stopping.set()
         await asyncio.gather(*clients)

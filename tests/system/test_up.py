@@ -489,7 +489,6 @@ def test_another_model_over_the_same_data_waits_for_the_requests_that_were_begun
         [reason] = wait_until(
             lambda: after.said("worker-0 .* the scheduler refuses this worker for now"),
             description="the worker was refused",
-            timeout_s=60,
         )
         assert "have begun unfinished requests (1), which no other pair may continue" in reason
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -40,7 +40,6 @@ class Up:
         wait_until(
             lambda: "Ctrl-C stops everything." in self.lines or self.process.poll() is not None,
             description="it serves",
-            timeout_s=60,
         )
         assert self.process.poll() is None, self.terminal
         return self

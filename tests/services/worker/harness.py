@@ -28,7 +28,7 @@ from worker_svc.runner.thread import EngineThread, QueueInbox
 from worker_svc.settings import WorkerSettings
 
 LEADER = "1:first"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def spec(

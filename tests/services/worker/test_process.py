@@ -162,9 +162,7 @@ async def test_a_worker_that_still_loads_its_model_is_alive_and_ends_at_sigterm(
                 return None
 
         # torch is imported before, which takes long on a busy machine.
-        writing = await wait_until_async(
-            opened, description="the engine's process reads its model", timeout_s=60.0
-        )
+        writing = await wait_until_async(opened, description="the engine's process reads its model")
         assert writing is not None
         try:
             async with health_of(worker) as serving:
