@@ -88,9 +88,10 @@ def settings_page() -> str:
     ]
     for title, command, cls, _ in SERVICES:
         lines += ["", f"## {title}", "", f"`laps-sd {command}`", ""]
+        rows = (setting_row(cls, field) for field in dataclasses.fields(cls))
         lines += table(
-            ("variable", "flag", "default", "unit", "bounds", "meaning"),
-            (setting_row(cls, field) for field in dataclasses.fields(cls)),
+            ("variable and flag", "default", "bounds and unit", "meaning"),
+            ((f"{variable}<br>{flags}", *rest) for variable, flags, *rest in rows),
         )
     lines += [
         "",
@@ -101,7 +102,9 @@ def settings_page() -> str:
         "",
     ]
     rows = (setting_row(VllmSettings, field) for field in dataclasses.fields(VllmSettings))
-    lines += table(("variable", "default", "unit", "bounds", "meaning"), ((row[0], *row[2:]) for row in rows))
+    lines += table(
+        ("variable", "default", "bounds and unit", "meaning"), ((row[0], *row[2:]) for row in rows)
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +113,7 @@ def setting_row(cls: type[config.Settings], field: dataclasses.Field[Any]) -> tu
     hint, _ = config.without_none(config.field_types(cls)[field.name])
     flag = config.flag(field.name)
     if field.metadata.get("secret"):
-        flags = "none: it is secret"
+        flags = "no flag: it is secret"
     elif hint is bool:
         flags = f"`{flag}`, `--no-{flag[2:]}`"
     else:
@@ -120,8 +123,7 @@ def setting_row(cls: type[config.Settings], field: dataclasses.Field[Any]) -> tu
         f"`{config.variable(field.name)}`",
         flags,
         f"`{default}`" if default else "none",
-        config.unit(field),
-        bounds(hint, field),
+        f"{bounds(hint, field)} {config.unit(field)}".strip(),
         field.metadata.get("help", "").rstrip("."),
     )
 
