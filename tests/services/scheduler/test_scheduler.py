@@ -344,8 +344,10 @@ async def test_a_worker_whose_stream_ended_gets_no_request_during_its_grace(star
 async def test_of_workers_that_fall_silent_together_none_gets_the_requests_of_another(
     start: StartScheduler,
 ) -> None:
-    """So it is with a machine that dies: no connection of its workers is closed."""
-    scheduler = await start(silence_s=1.5)
+    """So it is with a machine that dies: no connection of its workers is closed. They do not get the grace of a
+    worker whose stream ended.
+    """
+    scheduler = await start(silence_s=1.5, worker_grace_s=600.0)
     async with gateway(scheduler.address) as client, worker(scheduler.address, "w1") as first:
         await client.submit("r1", keep=True)
         epoch = (await first.assigned("r1"))["r1"].lease_epoch
