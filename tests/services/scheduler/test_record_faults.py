@@ -325,6 +325,7 @@ async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_i
             (End.CANCELLED, ()),
             (End.STOP, (10, 11)),
         ]
+        await wait_until_async(lambda: not leader.leadership.outage.on, description="it is renewed again")
         again = await client.submit("r3", submission_id=3, idempotency_key="k", body_hash=b"b")
         assert again.accepted.request_id == "r1", "the key ran once"
         assert (leader.leadership.epoch, standby.leadership.loop) == (epoch, None)
