@@ -132,25 +132,25 @@ def test_a_release_beside_it_is_no_matter(upgrade: Any) -> None:
     assert RENDERED in upgrade(TWO_POOLS, {}, release="other")
 
 
-@pytest.mark.parametrize("size", ["2Gi", ""])
+@pytest.mark.parametrize("size", ["8Gi", ""])
 def test_a_claim_that_kubernetes_would_not_change_is_refused_before_anything_changes(
     upgrade: Any, size: str
 ) -> None:
     refusal = upgrade({}, {"redis": {"bundled": {"storage": size}}})
 
-    assert 'differ from those of the StatefulSet demo-laps-sd-redis ("1Gi", "")' in refusal
+    assert 'differ from those of the StatefulSet demo-laps-sd-redis ("4Gi", "")' in refusal
     assert "--cascade=orphan" in refusal
 
 
 def test_a_claim_whose_class_is_no_longer_named_is_refused_too(upgrade: Any) -> None:
     refusal = upgrade({"redis": {"bundled": {"storageClassName": "fast"}}}, {})
 
-    assert 'differ from those of the StatefulSet demo-laps-sd-redis ("1Gi", "fast")' in refusal
+    assert 'differ from those of the StatefulSet demo-laps-sd-redis ("4Gi", "fast")' in refusal
 
 
 @pytest.mark.parametrize(
     ("stored", "given"),
-    [("1Gi", "1024Mi"), ("1536Mi", "1.5Gi"), ("2Ti", "2048Gi"), ("10G", "1e10"), ("2Pi", "2Pi")],
+    [("4Gi", "4096Mi"), ("2560Mi", "2.5Gi"), ("2Ti", "2048Gi"), ("10G", "1e10"), ("2Pi", "2Pi")],
 )
 def test_a_size_is_the_same_in_the_form_in_which_kubernetes_stores_it(
     upgrade: Any, stored: str, given: str

@@ -44,6 +44,13 @@
 {{- if not (or $redis.bundled.enabled $external) }}
 {{- fail "There is no record: give redis.external.url or redis.external.existingSecret, or set redis.bundled.enabled=true." }}
 {{- end -}}
+{{- if $redis.bundled.enabled -}}
+{{- $least := include "laps-sd.recordMemory" $redis.bundled.resources | float64 | mulf 3 -}}
+{{- $size := include "laps-sd.bytes" $redis.bundled.storage -}}
+{{- if and $redis.bundled.storage (regexMatch "^[0-9]+$" $size) (lt (float64 $size) $least) }}
+{{- fail (printf "redis.bundled.storage is %s: the append-only file may hold the record three times while it is written anew, and a full disk stops every request. Give at least %dMi for the memory limit of %v, or a smaller limit." $redis.bundled.storage (divf $least 1048576 | ceil | int64) $redis.bundled.resources.limits.memory) }}
+{{- end -}}
+{{- end -}}
 {{- if and $redis.external.url $redis.external.existingSecret }}
 {{- fail "redis.external.url and redis.external.existingSecret exclude each other." }}
 {{- end -}}
