@@ -131,6 +131,15 @@ def test_a_pool_is_not_ready_before_its_template_has_reached_its_workers(behind:
     assert (found["status"], found["reason"]) == ("Unknown", "Updating")
 
 
+def test_a_new_worker_that_cannot_start_is_told_while_the_old_one_is_there() -> None:
+    stuck = pod("b", ready=False, **waits(reason="ImagePullBackOff"))
+
+    found = condition(pod("a"), stuck, found=deployment(replicas=2, updatedReplicas=1))
+
+    assert (found["status"], found["reason"]) == ("Unknown", "Updating")
+    assert found["message"].endswith("not yet all have the pool's template: b: ImagePullBackOff")
+
+
 def test_a_pool_is_not_ready_before_the_deployment_has_its_template() -> None:
     changed = copy.deepcopy(POOL)
     changed["spec"]["drainSeconds"] = 5

@@ -81,11 +81,12 @@ def _progress(
 ) -> tuple[str, str, str]:
     """Return status, reason and message of the condition of a pool without a problem."""
     workers = f"{counts.ready} of {counts.wanted} workers are ready"
+    why = _waiting(pods)
+    why = f": {why}" if why else ""
     if counts.ready < counts.wanted:
-        why = _waiting(pods)
-        return "False", NOT_READY, f"{workers}: {why}" if why else workers
+        return "False", NOT_READY, f"{workers}{why}"
     if not seen.up_to_date or not _rolled_out(counts.wanted, deployment):
-        return "Unknown", UPDATING, f"{workers}, and not yet all have the pool's template"
+        return "Unknown", UPDATING, f"{workers}, and not yet all have the pool's template{why}"
     return "True", AS_WANTED, f"{workers}, {counts.draining} drain" if counts.draining else workers
 
 
@@ -94,7 +95,8 @@ def _rolled_out(wanted: int, deployment: Object | None) -> bool:
         return False
     status = deployment.get("status") or {}
     observed = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-    return bool(observed and status.get("updatedReplicas", 0) >= wanted)
+    updated = status.get("updatedReplicas", 0)
+    return bool(observed and updated >= wanted and updated >= status.get("replicas", 0))
 
 
 def _waiting(pods: Sequence[Object]) -> str:
