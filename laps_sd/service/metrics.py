@@ -15,7 +15,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable, Sequence
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -107,6 +107,29 @@ def value(name: str, labels: dict[str, str] | None = None, registry: CollectorRe
     return registry.get_sample_value(name, labels or {}) or 0.0
 
 
+SCRAPES = threading.BoundedSemaphore(32)
+"""Connections that are served at once, each by a thread; further ones are closed."""
+
+
+class ScrapeHandler(WSGIRequestHandler):
+    """One connection of the endpoint."""
+
+    timeout = 10.0
+    """Longest wait for bytes of the caller, or for it to read, in seconds; a thread would wait for ever."""
+
+    def handle(self) -> None:
+        """Answer the request, unless too many connections are open."""
+        if SCRAPES.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):
+                    super().handle()
+            finally:
+                SCRAPES.release()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the name of the base class
+        """Log nothing."""
+
+
 class MetricsServer:
     """HTTP endpoint of the metrics; it runs in a daemon thread and ends with the process."""
 
@@ -142,4 +165,5 @@ def serve_metrics(
             f"The metrics port {port} on {host} cannot be opened: {error.strerror}; "
             "choose another with LAPS_SD_METRICS_PORT."
         ) from error
+    server.RequestHandlerClass = ScrapeHandler
     return MetricsServer(server, thread)
