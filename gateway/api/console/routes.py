@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from pathlib import Path
 
 from aiohttp import web
@@ -31,6 +32,8 @@ __all__ = ["MAX_VIEWERS", "POLICY", "ConsoleRoutes"]
 
 MAX_VIEWERS = 100
 """Streams of snapshots that a gateway sends at once."""
+MAX_VIEWERS_OF_TENANT = 20
+"""Those of them that one tenant may have."""
 RETRY_S = 5.0
 STATIC = Path(__file__).with_name("static")
 PAGE = "index.html"
@@ -57,7 +60,8 @@ class ConsoleRoutes:
         self._local_only = calls.settings.local_only
         self._stopping = stopping
         self._snapshots = Snapshots(shards)
-        self._viewers = 0
+        self._viewers = Counter[str]()
+        """Open streams of each tenant."""
         self._files = {path.name: _File(path) for path in STATIC.iterdir() if path.is_file()}
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -85,13 +89,19 @@ class ConsoleRoutes:
     async def _events(self, request: web.Request) -> web.StreamResponse:
         caller = self._caller(request)
         self._calls.charge(caller)
-        if self._viewers >= MAX_VIEWERS:
-            raise ResourceExhausted(f"{MAX_VIEWERS} consoles are open at this gateway", retry_after_s=RETRY_S)
-        self._viewers += 1
+        tenant = caller.tenant
+        if self._viewers.total() >= MAX_VIEWERS or self._viewers[tenant] >= MAX_VIEWERS_OF_TENANT:
+            raise ResourceExhausted(
+                f"{MAX_VIEWERS} consoles are open at this gateway, or {MAX_VIEWERS_OF_TENANT} of this tenant",
+                retry_after_s=RETRY_S,
+            )
+        self._viewers[tenant] += 1
         try:
             return await self._send_events(request)
         finally:
-            self._viewers -= 1
+            self._viewers[tenant] -= 1
+            if not self._viewers[tenant]:
+                del self._viewers[tenant]
 
     async def _send_events(self, request: web.Request) -> web.StreamResponse:
         """Send snapshots until the client leaves, its key is withdrawn, or the gateway stops."""

@@ -211,6 +211,17 @@ class TestCost:
             while not await is_open():  # the gateway notices that a client has left
                 pass
 
+    async def test_the_viewers_of_a_tenant_leave_room_for_others(
+        self, keyed: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(routes, "MAX_VIEWERS", 2)
+        monkeypatch.setattr(routes, "MAX_VIEWERS_OF_TENANT", 1)
+        async with watching(keyed, as_("acme")) as following:
+            await following()
+            status, answer = await get(keyed, "/console/api/events", as_("acme"))
+            assert status == 429 and "1 of this tenant" in answer["error"]["message"]
+            await snapshot(keyed, as_("oncall"))
+
     async def test_opening_it_counts_as_a_call_of_the_tenant(self, serve: Start, keys_file: Path) -> None:
         with keys_file.open("a") as file:
             file.write("requests_per_minute = 1\n")
