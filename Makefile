@@ -108,9 +108,10 @@ run: setup ## Start the whole system on this machine and show one prompt (ARGS="
 	@exec $(BIN)/laps-sd up $(ARGS)
 
 # Four on two cores, since most tests wait for processes; tests/distribution.py has the order.
+FOUR_FILES := -n 4 --dist loadfile --no-loadscope-reorder
 .PHONY: test
 test: setup ## Run the tests, four files at a time (no GPU, Docker or Redis needed; ARGS="-n 0" runs one)
-	$(BIN)/python -m pytest -m "not long" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(FOUR_FILES) $(ARGS)
 
 # The core by examples (its properties are in `make test`), the contracts that two parts share, and one page of sentences about the whole system.
 FAST := tests/core tests/fundamentals tests/store/test_contract.py tests/shared/test_ends.py tests/shared/test_limits.py \
@@ -156,9 +157,10 @@ test-console: setup $(PLAYWRIGHT)/.installed ## Run the tests of the console in 
 console-pictures: $(PLAYWRIGHT)/.installed ## Make the pictures of the console in docs/figures (needs chromium)
 	PYTHONPATH=$(CURDIR)/$(PLAYWRIGHT) $(BIN)/python -m tests.console.pictures docs/figures
 
+# Two on two cores, since most of them compute.
 .PHONY: test-long
-test-long: setup ## Run the long tests: chaos, fuzzing, policies
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-long: setup ## Run the long tests, two files at a time: chaos, fuzzing, policies
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What is built otherwise than here is built in a copy, so that here what is edited is what runs.
 define copied
@@ -176,7 +178,7 @@ compiled: setup ## Copy the tree into build/compiled and compile the scheduler's
 
 .PHONY: test-compiled
 test-compiled: compiled ## Run the tests of what is compiled against it
-	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" tests/core tests/sim tests/store tests/services/scheduler $(ARGS)
+	cd $(COMPILED) && PYTHONPATH=$(CURDIR)/$(COMPILED) .venv/bin/python -m pytest -m "not long" $(FOUR_FILES) tests/core tests/sim tests/store tests/services/scheduler $(ARGS)
 
 SANITIZED := build/sanitized
 SANITIZER ?= address
