@@ -48,8 +48,12 @@ class ServingSettings(Settings):
     log_style: logging.LogStyle = field(
         "auto", help="Format of log lines: JSON, console, or auto to choose by whether stderr is a terminal"
     )
+    # Gateways and workers send up to MAX_MESSAGE_BYTES: a scheduler with less would end their streams again and again.
     max_message_bytes: int = field(
-        MAX_MESSAGE_BYTES, help="Largest gRPC message in either direction", minimum=65536, maximum=2**31 - 1
+        MAX_MESSAGE_BYTES,
+        help="Largest gRPC message in either direction",
+        minimum=MAX_MESSAGE_BYTES,
+        maximum=2**31 - 1,
     )
     drain_s: float = field(
         10.0,

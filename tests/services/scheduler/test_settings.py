@@ -43,9 +43,10 @@ from tests.helpers import wait_until
         ({"LAPS_SD_SHARD": "_a"}, "LAPS_SD_SHARD must be 1 to 63 letters"),
         ({"LAPS_SD_SHARD": "a" * 64}, "LAPS_SD_SHARD must be 1 to 63 letters"),
         ({"LAPS_SD_POOL": "größe"}, "LAPS_SD_POOL must be 1 to 63 letters"),
+        ({"LAPS_SD_MAX_MESSAGE_BYTES": "65536"}, "LAPS_SD_MAX_MESSAGE_BYTES must be at least 16777216"),
     ],
 )
-def test_a_wrong_setting_for_the_record_is_a_sentence(environ: dict[str, str], said: str) -> None:
+def test_a_setting_that_cannot_work_is_a_sentence(environ: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(SchedulerSettings, {}, environ=environ)
 
