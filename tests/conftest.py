@@ -32,6 +32,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 StackMaker = Callable[..., LocalStack]
+LONG_TIMEOUT_S = 900
+"""Seconds for a long test; the others have those of pyproject.toml."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +76,9 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     if getattr(config, "workerinput", {}).get("dist") == "loadfile":  # one of several processes
         from tests import distribution
 

@@ -66,7 +66,6 @@ def test_a_process_that_is_left_is_known_by_its_environment() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_forty_faults_lose_nothing(tmp_path: Path) -> None:
     row = row_of_a_run(tmp_path, "--faults", "40", "--workers", "4", "--requests", "80", "--pieces", "40")
 
@@ -74,7 +73,6 @@ def test_forty_faults_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_faults_of_the_engines_processes_alone_lose_nothing(tmp_path: Path) -> None:
     row = row_of_a_run(
         tmp_path, "--engine", "demo", "--faults", "8", "--every-s", "5", "--kinds", "kill engine,pause engine"

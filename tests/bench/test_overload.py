@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_ten_times_what_can_be_done_is_refused_with_advice_and_the_rest_is_done(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     sizes = ("--seconds", "15", "--queue", "32", "--round-s", "0.05")

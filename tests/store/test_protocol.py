@@ -878,7 +878,6 @@ def test_no_interleaving_of_schedulers_and_workers_breaks_the_protocol(server: E
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_no_interleaving_of_schedulers_and_workers_breaks_the_protocol_at_length(
     server: EmbeddedServer,
 ) -> None:

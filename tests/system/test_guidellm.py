@@ -40,7 +40,6 @@ def test_the_command_of_the_page_asks_for_what_this_test_expects() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_guidellm_measures_a_stack(fake_stack: LocalStack, tmp_path: Path) -> None:
     if not (PACKAGES / "guidellm").is_dir():
         reason = "GuideLLM is not installed: make guidellm"

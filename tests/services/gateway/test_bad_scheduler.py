@@ -165,9 +165,7 @@ async def client(stub: Any, rng: random.Random, ends: Counter[str], stopping: as
             call.cancel()
 
 
-@pytest.mark.parametrize(
-    "messages", [3_000, pytest.param(30_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("messages", [3_000, pytest.param(30_000, marks=pytest.mark.long)])
 async def test_a_gateway_survives_whatever_a_scheduler_says(
     start_gateway: StartGateway, start_scheduler: StartGateway, messages: int
 ) -> None:

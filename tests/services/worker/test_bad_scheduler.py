@@ -97,9 +97,7 @@ def ends_a_worker(octets: bytes) -> bool:
     return kind in ("hello", "refused", "drain", "drained")
 
 
-@pytest.mark.parametrize(
-    "messages", [3_000, pytest.param(30_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("messages", [3_000, pytest.param(30_000, marks=pytest.mark.long)])
 async def test_a_worker_survives_whatever_a_scheduler_says(
     monkeypatch: pytest.MonkeyPatch, messages: int
 ) -> None:
