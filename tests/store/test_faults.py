@@ -267,6 +267,22 @@ async def test_a_full_server_takes_nothing_in_but_lets_requests_end(
     await end_everything(store)
 
 
+async def test_a_full_server_gets_a_new_leader_under_which_requests_end(
+    store: Store, own_server: EmbeddedServer, operator: redis_client.Redis
+) -> None:
+    await accept(store, a_request("r1"), a_request("r2"))
+    await store.resign()
+    await operator.config_set("maxmemory", "1")
+    other = Store(own_server.url, "main", timeout_s=1.0)
+
+    assert await other.acquire_leadership(owner="other:1", lease_s=60) is not None
+    assert await One(other).finish(a_finish("r2")) is OK
+
+    await operator.config_set("maxmemory", "0")
+    await end_everything(other)
+    await other.close()
+
+
 async def test_a_read_only_server_is_unavailable(store: Store, operator: redis_client.Redis) -> None:
     """The server is a replica after a failover that the client has not followed."""
     await accept(store, a_request())

@@ -43,6 +43,8 @@ if may_be_older and waited_for ~= state then return {'older', state} end
 
 local number = math.max(count, newest_known) + 1
 local epoch = string.format('%d:%s', number, nonce)
+-- The first write takes no memory: a server that refuses growth still gets a leader, under which requests end.
+redis.call('PEXPIRE', KEYS[2], shard_ttl_ms)
 redis.call('SET', KEYS[1], epoch .. ' ' .. owner, 'NX', 'PX', lease_ms)
 redis.call('SET', KEYS[2], string.format('%d', number))
 redis.call('SET', KEYS[3], schema)

@@ -835,6 +835,27 @@ async def test_while_the_record_cannot_be_written_everybody_waits_and_afterwards
     assert metrics.STORE_DOWN._value.get() == 0
 
 
+async def test_another_scheduler_leads_while_the_record_is_full(
+    own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
+) -> None:
+    first = await start_own()
+    async with gateway(first.address) as client:
+        await client.submit("r1", keep=True)
+    async with full(own_valkey, operator):
+        await first.crash()
+        second = await start_own()
+        async with gateway(second.address) as client:
+            assert (await client.attach("r1")).result == gateway_pb.AttachReply.RESULT_ATTACHED
+            refused = await client.submit("r2", submission_id=2)
+            assert refused.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+    async with gateway(second.address) as client, worker(second.address) as gpu:
+        lease = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await client.attach("r1")
+        await gpu.run_round("r1", lease, 0, [10], end=STOP)
+        tokens, end = await client.read("late")
+    assert (tokens, end.kind) == ([10], STOP)
+
+
 async def test_no_client_is_given_up_that_could_not_come_back_while_the_record_was_away(
     own_valkey: EmbeddedServer,
     operator: redis_client.Redis,
@@ -967,11 +988,11 @@ async def test_what_a_leader_that_was_fenced_has_led_is_gone_before_it_leads_aga
         await network.close()
 
 
-async def test_a_standby_of_a_record_that_was_full_reports_it_as_available_once_another_leads(
+async def test_a_standby_of_a_record_that_was_read_only_reports_it_as_available_once_another_leads(
     own_valkey: EmbeddedServer, operator: redis_client.Redis
 ) -> None:
-    """No process can take the lead of a full record, and a standby writes nothing else."""
-    async with full(own_valkey, operator):
+    """No process can take the lead of a record that is read-only, and a standby writes nothing else."""
+    async with read_only(own_valkey, operator):
         both = [await start_scheduler(own_valkey.url, shard="s") for _ in range(2)]
         outages = [one.leadership.outage for one in both]
         await wait_until_async(lambda: all(one.on for one in outages), description="both have noticed")
