@@ -177,8 +177,15 @@ def credentials(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str
 
 
 def addresses(address: str | Sequence[str]) -> list[str]:
-    """Return one or several addresses as a list. Raise ValueError if there is none."""
+    """Return one or several addresses as a list. Raise ValueError if there is none, or a URL where gRPC would look for a
+    host of that name.
+    """
     found = [address] if isinstance(address, str) else list(address)
     if not found:
         raise ValueError("a client needs the address of a gateway")
+    for one in found:
+        scheme, separator, rest = one.partition("://")
+        if separator and scheme.lower() in ("grpc", "grpcs", "http", "https"):
+            secure = " with tls=Tls()" if scheme.lower() in ("grpcs", "https") else ""
+            raise ValueError(f"the address of a gateway is host:port, such as {rest}{secure}, got {one!r}")
     return found

@@ -199,6 +199,20 @@ class TestRequests:
         with pytest.raises(ValueError, match="a tool has no 'schema'; its keys are name, "):
             make_request([{"role": "user", "content": "hi"}], tools=[{"name": "now", "schema": {}}])
 
+    @pytest.mark.parametrize(
+        ("address", "words"),
+        [
+            (
+                "grpcs://a.example:50051",
+                r"is host:port, such as a\.example:50051 with tls=Tls\(\), got 'grpcs://",
+            ),
+            ("http://a.example:50051", r"is host:port, such as a\.example:50051, got 'http://"),
+        ],
+    )
+    def test_a_url_in_place_of_an_address_is_refused(self, address: str, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            Client(["127.0.0.1:1", address])
+
     def test_an_option_that_does_not_exist_is_refused_with_the_nearest_one(self) -> None:
         misspelt: Any = {"max_token": 20}
         with pytest.raises(TypeError, match=r"^unknown option max_token; did you mean max_tokens\?$"):
