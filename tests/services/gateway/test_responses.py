@@ -57,7 +57,12 @@ def prompt_of(served: Served, model: ModelFiles) -> str:
 
 async def test_a_text(served: Served, client: openai.AsyncOpenAI, model: ModelFiles) -> None:
     response = await response_of(
-        served, client, instructions="Be brief.", max_output_tokens=9, temperature=0.5
+        served,
+        client,
+        instructions="Be brief.",
+        max_output_tokens=9,
+        temperature=0.5,
+        metadata={"of": "me"},
     )
     assert response.output_text == "hello world"
     assert (response.status, response.object) == ("completed", "response")
@@ -66,6 +71,7 @@ async def test_a_text(served: Served, client: openai.AsyncOpenAI, model: ModelFi
     assert response.usage.input_tokens > 0
     assert response.usage.output_tokens == len(model.encode_rendered("hello world"))
     assert (response.instructions, response.temperature, response.store) == ("Be brief.", 0.5, False)
+    assert response.metadata == {"of": "me"}
     assert prompt_of(served, model).endswith("<|system|>Be brief.\n<|user|>hello\n<|assistant|>")
     assert served.scheduler.all_heard("submit")[-1].specification.sampling.max_tokens == 9
 
@@ -206,6 +212,27 @@ async def test_a_refusal_names_the_field(served: Served, change: Any, param: str
     status, _, answer = await served.post("/v1/responses", ASKED | change)
     assert (status, answer["error"]["param"]) == (400, param.split()[0]), answer
     assert answer["error"]["message"].startswith(param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", ["\ud800", "deep"])
+@pytest.mark.parametrize("field", ["metadata", "text", "tools"])
+async def test_what_the_answer_could_not_repeat_is_refused(
+    served: Served, field: str, value: str, stream: bool
+) -> None:
+    """A value can be read that is too deep for the answer around it, or has no UTF-8."""
+    extra = '{"a": ' * 300 + "1" + "}" * 300 if value == "deep" else json.dumps(value)
+    repeated = {
+        "metadata": f'{{"x": {extra}}}',
+        "text": f'{{"format": {{"type": "text", "x": {extra}}}}}',
+        "tools": f'[{{"type": "function", "name": "f", "x": {extra}}}]',
+    }
+    body = json.dumps(ASKED | {"stream": stream})[:-1] + f', "{field}": {repeated[field]}}}'
+    headers = {"Content-Type": "application/json"}
+    async with served.session.post(served.url + "/v1/responses", data=body, headers=headers) as response:
+        answer = await response.json()
+    assert response.status == 400
+    assert answer["error"]["param"].startswith(field), answer
 
 
 @pytest.mark.parametrize("name", ["prompt_cache_key", "user"])

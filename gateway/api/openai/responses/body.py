@@ -20,7 +20,8 @@ from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.responses.tools import ToolsOfResponse, name_in_chat, read_tools
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
-from gateway.api.openai.values import shown
+from gateway.api.openai.values import check_text, shown
+from gateway.model.bounded_json import encode, is_flat
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["ResponsesBody", "read_responses"]
@@ -46,6 +47,8 @@ REASONS = {
     "top_logprobs": "chats and completions have log probabilities",
     "truncation": "a prompt is never cut",
 }
+MAX_LEVELS = 256
+"""Levels of a field that the answer repeats: more than schemas have, and far from what JSON cannot be written with."""
 WITHOUT_EFFECT = ("reasoning.encrypted_content",)
 """Values of `include` for content that answers here do not have."""
 
@@ -183,7 +186,7 @@ def read_responses(body: Json, on_unknown: OnUnknown) -> tuple[ParsedRequest, To
         parsed = read_chat(chat)
     except InvalidArgument as error:
         raise renamed(error, names) from None
-    return replace(parsed, names=names), tools, _repeated(read)
+    return replace(parsed, names=names), tools, _repeated(read, body)
 
 
 def _messages(read: ResponsesBody) -> Iterator[Json]:
@@ -255,10 +258,12 @@ def _check_other_fields(body: Json, read: ResponsesBody, on_unknown: OnUnknown) 
     check_fields(body, known, UNSUPPORTED_FIELDS, on_unknown, REASONS)
 
 
-def _repeated(read: ResponsesBody) -> Json:
-    return {
+def _repeated(read: ResponsesBody, body: Json) -> Json:
+    """Return the fields that the answer repeats. Raises InvalidArgument for one that could not be written there."""
+    repeated: Json = {
         "instructions": read.instructions,
         "max_output_tokens": read.max_output_tokens,
+        "metadata": body.get("metadata") or {},
         "parallel_tool_calls": read.parallel_tool_calls is not False,
         "temperature": read.temperature,
         "top_p": read.top_p,
@@ -267,3 +272,9 @@ def _repeated(read: ResponsesBody) -> Json:
         "text": {"format": (None if read.text is None else read.text.format) or {"type": "text"}},
         "reasoning": {"effort": None if read.reasoning is None else read.reasoning.effort, "summary": None},
     }
+    for key, value in repeated.items():
+        name = "text.format" if key == "text" else key
+        if not is_flat(value, MAX_LEVELS):
+            raise InvalidArgument(name, f"must nest at most {MAX_LEVELS} levels")
+        check_text(name, encode(value, ascii_only=False))
+    return repeated

@@ -158,7 +158,6 @@ class ResponsesReply(GrowingReply):
             "output": list(self._blocks),
             "previous_response_id": None,
             "store": False,
-            "metadata": {},
             "truncation": "disabled",
             **self._repeated,
             "usage": None if status == "in_progress" else self._usage(),
