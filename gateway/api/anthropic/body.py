@@ -28,6 +28,7 @@ UNSUPPORTED_FIELDS: Unsupported = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
     "thread": (),
 }
 REASONS = {"thread": "nothing is stored; send all messages"}
