@@ -37,6 +37,9 @@ class FormatState:
         self._compile_again = compile_again
         # Committed tokens, then draft tokens.
         self._tokens: list[int] = []
+        # The matcher after this number of tokens, before draft tokens: the library's own rollback may leave one that
+        # allows fewer tokens (1.9).
+        self._before: tuple[int, Any] | None = None
         self._words = words
         self._end_ids = tuple(end_ids)
         self._end_id = end_id
@@ -71,6 +74,8 @@ class FormatState:
         """
         if token in self._end_ids or self._matcher.is_stopped():
             return False
+        if self._before is None:
+            self._before = len(self._tokens), self._matcher.deep_copy()
         if int(self._matcher.try_consume_tokens([token])) != 1:
             return False
         self._tokens.append(token)
@@ -88,7 +93,12 @@ class FormatState:
     def rollback(self, tokens: int) -> None:
         """Forget the last tokens, and a failure after them."""
         del self._tokens[len(self._tokens) - tokens :]
-        if self._matcher.is_error() or (tokens and not self._matcher.rollback(tokens)):
+        before, self._before = self._before, None
+        if tokens and before is not None and before[0] == len(self._tokens):
+            self._matcher = before[1]
+        elif tokens:
+            self.restart()
+        if self._matcher.is_error():
             self.restart()
 
     def follow(self, tokens: Iterable[int]) -> None:
@@ -98,6 +108,7 @@ class FormatState:
         if self._matcher.is_error():
             self._tokens.extend(committed[taken:])
             self.restart()
+        self._before = None
 
     def restart(self) -> None:
         """Follow all tokens again with another matcher."""
