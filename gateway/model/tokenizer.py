@@ -129,7 +129,7 @@ class ChatTemplate:
             raise TemplateRefused(str(error) or type(error).__name__) from error
         # The template is code that came with a model: any error that it raises for these messages is its
         # refusal.
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
     def _with_known_effort(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -136,6 +136,7 @@ class TestChatTemplate:
             "{{ ''.__class__.__mro__ }}",
             "{{ messages.append(1) }}",
             "{% for i in range(1000000) %}{% endfor %}",
+            "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         ],
     )
     def test_whatever_goes_wrong_inside_is_a_refusal(self, source: str) -> None:
