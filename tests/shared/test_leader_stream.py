@@ -66,10 +66,15 @@ async def ended(connect: Connect, *, busy_s: float) -> Any:
 async def test_a_refusal_is_found_whether_or_not_a_write_meets_it(
     connect: Connect, busy_s: float, meets: bool
 ) -> None:
-    calls = [await ended(connect, busy_s=busy_s) for _ in range(10 if meets else 100)]
+    calls = []
+    met = False
+    # On a busy machine some refusals come later than the write.
+    while len(calls) < (10 if meets else 100) or (meets and not met and len(calls) < 200):
+        calls.append(await ended(connect, busy_s=busy_s))
+        met = met or await calls[-1].code() is grpc.StatusCode.INTERNAL
 
     assert {await denial(call, connect) for call in calls} == {REFUSAL}
-    assert not meets or grpc.StatusCode.INTERNAL in [await call.code() for call in calls]
+    assert met or not meets
 
 
 @pytest.mark.parametrize("connect", [Failing], indirect=True)
