@@ -35,7 +35,7 @@ from bench._serve_stack import Reading as WorkerReading
 from bench._serve_stack import Run, Truth, hinted, make_jobs, truth_of
 from bench.serve import main
 from demo.prompts import KINDS
-from gateway.calls.prompts import Prompts
+from gateway.calls.prompts import features_of
 from laps_sd.contract.length_features import FeatureHash, unpacked
 from laps_sd.v1 import inference_pb2 as pb
 from scheduler_svc.core.estimates.priors import Priors
@@ -171,12 +171,12 @@ def test_without_hints_a_request_says_neither_its_length_nor_its_class():
 
 def test_the_simulator_predicts_lengths_from_the_words_that_the_gateway_sends():
     requests = draw_requests(1, 12, 64)
-    hashed = Prompts(model=None, features=FeatureHash())
+    hashed = FeatureHash()
 
     jobs = make_jobs(requests, [truth()] * len(requests), [0.0] * len(requests))
 
     assert [unpacked(job.length_features) for job in jobs] == [
-        tuple(hashed.features_of(request)) for request in requests
+        tuple(features_of(request, hashed)) for request in requests
     ]
     assert all(job.length_features for job in jobs)
     assert {job.tenant for job in jobs} == {"anonymous"}

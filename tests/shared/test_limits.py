@@ -29,6 +29,7 @@ MODEL = cast(
         context_tokens=CONTEXT,
         vocab_size=VOCABULARY,
         recommended=pb.SamplingParams(),
+        adapter_of=lambda _: "",
         encode_rendered=lambda text: [*[len(text)] * (limits.MAX_BAD_WORD_TOKENS - 1), int(text)],
     ),
 )
