@@ -404,7 +404,7 @@ PLACES: tuple[tuple[str, str, frozenset[int]], ...] = (
     ("GET", "/console/api/requests/%ff%00", frozenset({403})),
     ("GET", "/console/api/requests/" + "%F0%9F%98%80" * 200, frozenset({403})),
     ("POST", "//v1/completions", frozenset({404})),
-    ("POST", "/v1/completions/", frozenset({404})),
+    ("POST", "/v1/completions/", frozenset({308})),
     ("GET", "/%", REFUSED),
     ("GET", "/v1/models?" + "a=b&" * 1000, frozenset({200})),
     ("GET", "/v1/models?%ff=%zz", frozenset({200})),
