@@ -56,7 +56,7 @@ class GatewayApp:
             max_fields=settings.max_message_fields,
             max_sent_bytes=settings.max_answer_bytes,
         )
-        self.shards = Shards(settings)
+        self.shards = Shards(settings, model.vocabulary)
         self.calls = Calls(settings, model, self.shards, tenants, self.app.tracing)
         service = InferenceService(self.calls, tenants)
         inference_pb2_grpc.add_InferenceServicer_to_server(service, self.app.server)

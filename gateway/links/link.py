@@ -77,8 +77,11 @@ class ShardLink:
         *,
         seeds: Sequence[str] | None = None,
         tls: Tls | None = None,
+        vocabulary: bytes = b"",
     ) -> None:
-        """`tls`: what all links of the gateway share; None: as the settings have it."""
+        """`tls`: what all links of the gateway share; None: as the settings have it. `vocabulary`: digest of the tokens of
+        the gateway's model, with which that of the shard's workers is compared; empty: it is not.
+        """
         self.shard = shard
         self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
         """Addresses of schedulers; each of them names the leader. May change at any time; the next round of
@@ -93,6 +96,9 @@ class ShardLink:
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._settings = settings
         self._tls = link_tls(settings) if tls is None else tls
+        self._vocabulary = vocabulary
+        self._other_vocabulary = b""
+        """That of the workers, if it was another one."""
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
         self._leader_epoch = ""
@@ -352,6 +358,17 @@ class ShardLink:
         self._outbox.extend(message for message, answer in self._cancels.values() if not answer.done())
         self._outbox_filled.set()
 
+    def _compare(self, vocabulary: bytes) -> None:
+        """Warn once of workers whose token ids mean something else than the gateway's."""
+        if not self._vocabulary or vocabulary in (b"", self._vocabulary, self._other_vocabulary):
+            return
+        self._other_vocabulary = vocabulary
+        log.warning(
+            "the workers have another tokenizer than this gateway, so that texts may be wrong: LAPS_SD_TOKENIZER_DIR must name"
+            " the workers' target model",
+            shard=self.shard,
+        )
+
     def _on_reply(self, reply: link_pb2.GatewayLinkReply, kind: str | None) -> None:
         if kind == "hello":
             self._on_hello(reply)
@@ -361,6 +378,7 @@ class ShardLink:
             return
         if reply.HasField("load"):
             self.load, self.submitted = reply.load, 0
+            self._compare(reply.load.vocabulary)
         now = self._now()
         match kind:
             case "submit_reply":

@@ -99,10 +99,11 @@ class Shards:
     """The links to all shards, see the top of this file. One task runs `run`; everything else may be called
     from any task of the same loop."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        """Read the shards file, if there is one. Raises StartupError if it cannot be used."""
+    def __init__(self, settings: GatewaySettings, vocabulary: bytes = b"") -> None:
+        """Read the shards file, if there is one. Raises StartupError if it cannot be used. `vocabulary`: see `ShardLink`."""
         self._settings = settings
         self._tls = link_tls(settings)
+        self._vocabulary = vocabulary
         self._rng = random.Random()
         self._links: dict[str, ShardLink] = {}
         self._named: set[str] = set()
@@ -315,7 +316,11 @@ class Shards:
             link = self._links.get(place.shard)
             if link is None:
                 self._links[place.shard] = ShardLink(
-                    self._settings, place.shard, seeds=place.seeds, tls=self._tls
+                    self._settings,
+                    place.shard,
+                    seeds=place.seeds,
+                    tls=self._tls,
+                    vocabulary=self._vocabulary,
                 )
             else:
                 link.seeds = list(place.seeds)

@@ -23,6 +23,7 @@ from gateway.model.instructions import folded
 from gateway.model.token_bytes import TokenBytes
 from gateway.model.tool_calls.described import Message, described, flattened
 from laps_sd.service import model_dir
+from laps_sd.service.tokenizer_match import vocabulary_digest
 from laps_sd.v1.inference_pb2 import SamplingParams
 
 __all__ = [
@@ -210,6 +211,8 @@ class ModelFiles:
     """Further names that requests may have for the model."""
     adapters: Sequence[str] = ()
     """LoRA adapters of the model, which requests name as their model."""
+    vocabulary: bytes = b""
+    """Digest of the tokens of all ids."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -313,6 +316,7 @@ def load_model(
         recommended=parameters,
         aliases=aliases,
         adapters=adapters,
+        vocabulary=vocabulary_digest(directory),
     )
 
 

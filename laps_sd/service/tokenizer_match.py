@@ -1,4 +1,4 @@
-"""Comparison of the tokenizers of a target and its draft, before any model is loaded.
+"""Comparison of the tokenizers of a target and its draft, before any model is loaded, and of a gateway and its workers.
 
 Standard library only: `tokenizer.json` holds the whole vocabulary. The target decides every token in any case, so a
 few ids of another meaning, or ids that only one of the two has, cost draft tokens and nothing else.
@@ -6,11 +6,12 @@ few ids of another meaning, or ids that only one of the two has, cost draft toke
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SAME_TOKENS", "TokenizersDiffer", "check_tokenizers", "vocabulary"]
+__all__ = ["SAME_TOKENS", "TokenizersDiffer", "check_tokenizers", "vocabulary", "vocabulary_digest"]
 
 SAME_TOKENS = 0.95
 """Least fraction of the smaller vocabulary whose ids mean the same to both (our choice)."""
@@ -64,6 +65,18 @@ def vocabulary(directory: Path) -> dict[int, str] | None:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the tokenizer {path} cannot be read: {type(error).__name__}: {error}") from error
     return tokens
+
+
+def vocabulary_digest(directory: Path) -> bytes:
+    """Return 8 bytes that are equal where all ids have equal tokens; empty without a `tokenizer.json` that can be read."""
+    try:
+        tokens = vocabulary(directory)
+    except ValueError:
+        return b""
+    if tokens is None:
+        return b""
+    text = json.dumps(sorted(tokens.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8, person=b"laps-sd vocab").digest()
 
 
 def _model_tokens(found: Any) -> dict[int, str]:

@@ -143,6 +143,7 @@ class ShardLoad(_message.Message):
     KV_USAGE_FIELD_NUMBER: _builtins.int
     REFUSES_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     backlog_s: _builtins.float
     """Machine seconds of remaining work, by the scheduler's estimates."""
     requests: _builtins.int
@@ -157,6 +158,8 @@ class ShardLoad(_message.Message):
     """Largest sum of prompt and output tokens that a new request can have, by the workers and the settings.
     0: unknown.
     """
+    vocabulary: _builtins.bytes
+    """As in the hello of the workers. Empty: unknown."""
     @_builtins.property
     def refuses(self) -> Global___SubmitRefused:
         """The refusal that any new request would get now. Absent: a request within the limits would be accepted."""
@@ -171,10 +174,11 @@ class ShardLoad(_message.Message):
         kv_usage: _builtins.float = ...,
         refuses: Global___SubmitRefused | None = ...,
         capacity_tokens: _builtins.int = ...,
+        vocabulary: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["refuses", b"refuses"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "capacity_tokens", b"capacity_tokens", "gateways", b"gateways", "kv_usage", b"kv_usage", "refuses", b"refuses", "requests", b"requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_s", b"backlog_s", "capacity_tokens", b"capacity_tokens", "gateways", b"gateways", "kv_usage", b"kv_usage", "refuses", b"refuses", "requests", b"requests", "vocabulary", b"vocabulary", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

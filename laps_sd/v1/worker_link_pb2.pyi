@@ -175,6 +175,7 @@ class WorkerHello(_message.Message):
     LAST_REPORT_FIELD_NUMBER: _builtins.int
     LENGTH_PROBE_FIELD_NUMBER: _builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process: a worker that starts again has another id."""
     worker_name: _builtins.str
@@ -200,6 +201,8 @@ class WorkerHello(_message.Message):
     """Names of the prompt blocks whose KV it has (laps_sd.contract.prompt_blocks), under the salts of their requests. At most
     131,072, and one for each 64 tokens or part of them in each of its KV blocks; if there are more, the most recently used.
     """
+    vocabulary: _builtins.bytes
+    """Digest of the tokens of all ids, in 8 bytes (laps_sd.service.tokenizer_match); empty: it has no tokenizer."""
     @_builtins.property
     def protocol_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -237,10 +240,11 @@ class WorkerHello(_message.Message):
         last_report: _builtins.int = ...,
         length_probe: Global___ProbeKind | None = ...,
         cached_blocks: _builtins.bytes = ...,
+        vocabulary: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "length_probe", b"length_probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cost", b"cost", "device", b"device", "draft_blocks", b"draft_blocks", "draining", b"draining", "fingerprint", b"fingerprint", "held", b"held", "last_report", b"last_report", "length_probe", b"length_probe", "max_draft_tokens", b"max_draft_tokens", "max_length", b"max_length", "pool", b"pool", "protocol_versions", b"protocol_versions", "slots", b"slots", "software_version", b"software_version", "target_blocks", b"target_blocks", "vocab_size", b"vocab_size", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "cost", b"cost", "device", b"device", "draft_blocks", b"draft_blocks", "draining", b"draining", "fingerprint", b"fingerprint", "held", b"held", "last_report", b"last_report", "length_probe", b"length_probe", "max_draft_tokens", b"max_draft_tokens", "max_length", b"max_length", "pool", b"pool", "protocol_versions", b"protocol_versions", "slots", b"slots", "software_version", b"software_version", "target_blocks", b"target_blocks", "vocab_size", b"vocab_size", "vocabulary", b"vocabulary", "worker_id", b"worker_id", "worker_name", b"worker_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -184,6 +184,7 @@ class Loop:
             kv_usage=self._kv_usage,
             refuses=self.clients.refusal(),
             capacity_tokens=self.clients.most_tokens_of_new,
+            vocabulary=self.roster.vocabulary,
         )
 
     def put(self, item: Item) -> None:

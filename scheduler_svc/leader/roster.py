@@ -58,6 +58,8 @@ class Roster:
         """Fingerprint of the pool's model pair: that of the requests on the record that workers have begun, else from the
         hello of the first worker.
         """
+        self.vocabulary = b""
+        """Digest of the tokens of that pair's ids; empty: unknown."""
         self._settings = settings
         self._timers = timers
 
@@ -113,6 +115,7 @@ class Roster:
             entry.session.close("the worker has dialled again")
         entry.session = session
         entry.name = hello.name
+        self.vocabulary = hello.vocabulary
         entry.drained = False
         entry.last_report_s = turn.now_s
         session.known = {held.request_id: held.lease_epoch for held in hello.held}

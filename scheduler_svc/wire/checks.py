@@ -15,6 +15,7 @@ MAX_HELD = 100_000
 MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
 MAX_BODY_HASH_BYTES = 64
+MAX_VOCABULARY_BYTES = 64
 MAX_TIME_MS = limits.TEN_YEARS_S * 1000
 """Ten years: the value that gateways treat as "no deadline"."""
 
@@ -184,6 +185,10 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
     _bounded("worker_name", hello.worker_name, minimum=1)
     _bounded("fingerprint", hello.fingerprint)
     _bounded("device", hello.device)
+    if len(hello.vocabulary) > MAX_VOCABULARY_BYTES:
+        raise InvalidArgument(
+            "vocabulary", f"must be at most {MAX_VOCABULARY_BYTES} bytes, got {len(hello.vocabulary)}"
+        )
     for name in ("slots", "target_blocks", "block_size", "max_length"):
         if getattr(hello, name) < 1:
             raise InvalidArgument(name, "must be at least 1")

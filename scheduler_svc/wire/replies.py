@@ -226,6 +226,7 @@ def shard_load(
     kv_usage: float,
     refuses: Refused | None,
     capacity_tokens: int,
+    vocabulary: bytes,
 ) -> ShardLoad:
     """Return the load by which gateways choose a shard."""
     return ShardLoad(
@@ -236,6 +237,7 @@ def shard_load(
         kv_usage=kv_usage,
         refuses=refuses,
         capacity_tokens=capacity_tokens,
+        vocabulary=vocabulary,
     )
 
 

@@ -64,6 +64,8 @@ class Hello:
     offers: tuple[Offer, ...]
     """Those of the held requests that came with their specification."""
     draining: bool
+    vocabulary: bytes
+    """Digest of the tokens of all ids; empty: unknown."""
     probe: ProbeKind | None
     """Its probe of output lengths; None: it has none that could use what others have learnt."""
 
@@ -94,6 +96,7 @@ def hello_of(hello: WorkerHello) -> Hello:
         cached_blocks=hello.cached_blocks,
         offers=tuple(Offer(held) for held in hello.held if held.HasField("specification")),
         draining=hello.draining,
+        vocabulary=hello.vocabulary,
         probe=_probe_kind(hello.length_probe) if hello.HasField("length_probe") else None,
     )
 

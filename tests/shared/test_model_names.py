@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from laps_sd.errors import StartupError
 from laps_sd.service.hub import is_hub_name, local_model
 from laps_sd.service.model_dir import POSITIONS, context_tokens, end_ids, served_name, stored_dtype
-from laps_sd.service.tokenizer_match import TokenizersDiffer, check_tokenizers, vocabulary
+from laps_sd.service.tokenizer_match import TokenizersDiffer, check_tokenizers, vocabulary, vocabulary_digest
 
 DEMO = Path(__file__).parents[2] / "worker_svc" / "demo"
 
@@ -147,6 +147,25 @@ def test_a_vocabulary_is_that_of_the_tokenizer_with_its_added_tokens(tmp_path: P
     unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
     unigram.save(str(tmp_path / "tokenizer.json"))
     assert vocabulary(tmp_path) == {0: "<unk>", 1: "a"}
+
+
+def test_equal_vocabularies_have_an_equal_digest_in_whatever_form_the_file_is(tmp_path: Path) -> None:
+    again, other, broken = tmp_path / "again", words(tmp_path / "other", ["a", "b"]), tmp_path / "broken"
+    for folder, text in (
+        (
+            again,
+            json.dumps(
+                json.loads((DEMO / "target" / "tokenizer.json").read_text()), indent=4, sort_keys=True
+            ),
+        ),
+        (broken, "{"),
+    ):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(text)
+
+    assert vocabulary_digest(DEMO / "target") == vocabulary_digest(again)
+    assert len({vocabulary_digest(DEMO / "target"), vocabulary_digest(other), b""}) == 3
+    assert vocabulary_digest(broken) == vocabulary_digest(tmp_path) == b""
 
 
 def test_a_pair_of_one_tokenizer_fits_and_either_may_have_further_tokens(tmp_path: Path) -> None:

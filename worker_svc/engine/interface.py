@@ -196,6 +196,7 @@ class Capacity:
     lookahead: int = 0  # tokens beyond draft and bonus for which a round reserves KV as well
     # Rounds by which results are late: 0, or 1 if the device works on one round while the next is prepared.
     lag: int = 0
+    vocabulary: bytes = b""  # laps_sd.service.tokenizer_match.vocabulary_digest of the target
     adapters: frozenset[str] = frozenset()  # names of the adapters that requests may have
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from laps_sd.service.model_dir import end_ids
+from laps_sd.service.tokenizer_match import vocabulary_digest
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.cpu.quantised import PANEL
 from worker_svc.engine.engine import SpeculativeEngine
@@ -82,6 +83,7 @@ def load_engine(
         probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options, eos_ids),
     )
+    engine.capacity = replace(engine.capacity, vocabulary=vocabulary_digest(target_path))
     engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
     engine.computed_by = ComputedBy(
         target.path,

@@ -89,6 +89,7 @@ def hello(
         # The scheduler reads it as the room that a round needs beyond a request's next token.
         max_draft_tokens=capacity.growth - 1,
         vocab_size=capacity.vocab_size,
+        vocabulary=capacity.vocabulary,
         held=held_requests(held.requests),
         cached_blocks=held.cached_blocks,
         draining=draining,

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import structlog
 
 from gateway.links.link import ShardLink
 from laps_sd.service import metrics
@@ -188,6 +189,25 @@ async def test_a_request_that_ends_without_a_token_together_with_its_acceptance_
     await accepting
 
     assert stream.has_news, "its reader would wait for ever"
+
+
+async def test_workers_with_another_tokenizer_are_warned_of_once(start_scheduler: StartGateway) -> None:
+    scheduler: FakeScheduler = await start_scheduler()
+    scheduler.load = link_pb2.ShardLoad(workers=1, vocabulary=b"theirs")
+    link = ShardLink(fast_settings((scheduler.address,)), "s0", vocabulary=b"ours")
+    with structlog.testing.capture_logs() as lines:
+        run = asyncio.create_task(link.run())
+        for count, vocabulary in enumerate((b"theirs", b"ours", b"theirs", b""), start=1):
+            scheduler.load.vocabulary = vocabulary
+            await wait_until_async(
+                lambda vocabulary=vocabulary: link.load is not None and link.load.vocabulary == vocabulary,
+                description=f"load {count} is there",
+            )
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+    warned = [line for line in lines if "another tokenizer" in line["event"]]
+    assert [line["shard"] for line in warned] == ["s0"]
 
 
 async def test_a_second_answer_to_one_cancel_changes_nothing() -> None:

@@ -501,6 +501,7 @@ async def test_a_leader_that_was_replaced_ends_its_streams(start: StartScheduler
         ("pool", "other", worker_pb.WorkerRefused.REASON_POOL),
         ("protocol_versions", [99], worker_pb.WorkerRefused.REASON_PROTOCOL),
         ("slots", 0, worker_pb.WorkerRefused.REASON_CAPACITY),
+        ("vocabulary", bytes(65), worker_pb.WorkerRefused.REASON_CAPACITY),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_refused_with_a_reason(
@@ -937,6 +938,17 @@ async def test_with_each_heartbeat_gateways_learn_the_room_for_a_new_request(sta
         async with worker(scheduler.address, f"w{max_length}", max_length=max_length) as gpu:
             await gpu.next("assignment")  # the core knows the worker
             assert loop.load(gateways=1).capacity_tokens == room
+
+
+async def test_with_each_heartbeat_gateways_learn_the_vocabulary_of_the_workers(
+    scheduler: SchedulerUnderTest,
+) -> None:
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    assert loop.load(gateways=1).vocabulary == b""
+    async with worker(scheduler.address, vocabulary=b"12345678") as gpu:
+        await gpu.next("assignment")  # the core knows the worker
+        assert loop.load(gateways=1).vocabulary == b"12345678"
 
 
 async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTest) -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from bench._chaos.checks import ENGINE_KILLED
+from gateway.app import load_configured_model
+from gateway.settings import GatewaySettings
 from laps_sd.contract.length_probe import problem_with_kind
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
 from laps_sd.errors import StartupError
@@ -98,6 +100,10 @@ def test_what_is_cached_comes_up_too(engine: EngineProcess) -> None:
     assert before == b""
     assert b"".join(o.cache.added for o in outcomes if isinstance(o, Round)) == after
     assert after == name_blocks(prompt, "acme")
+
+
+def test_a_gateway_finds_the_tokens_of_its_workers_its_own(engine: EngineProcess) -> None:
+    assert engine.capacity.vocabulary == load_configured_model(GatewaySettings()).vocabulary != b""
 
 
 def test_the_parent_knows_the_kind_of_the_engines_probe(engine: EngineProcess) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
 from laps_sd.service.model_dir import end_ids, served_name
+from laps_sd.service.tokenizer_match import vocabulary_digest
 from laps_vllm import known_faults
 from laps_vllm.versions import VersionError, check_names, check_version
 from worker_svc.engine.facts import model_words, stored_parameters
@@ -74,6 +75,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         probe=_probe(core.vllm_config, chooser) if options.length_probe else None,
         models=models_in_words(core.vllm_config, options.model),
     )
+    engine.capacity = replace(engine.capacity, vocabulary=vocabulary_digest(options.model))
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
 
