@@ -94,11 +94,11 @@ class FormatState:
         """Forget the last tokens, and a failure after them."""
         del self._tokens[len(self._tokens) - tokens :]
         before, self._before = self._before, None
-        if tokens and before is not None and before[0] == len(self._tokens):
+        if self._matcher.is_error():  # so has the copy
+            self.restart()
+        elif tokens and before is not None and before[0] == len(self._tokens):
             self._matcher = before[1]
         elif tokens:
-            self.restart()
-        if self._matcher.is_error():
             self.restart()
 
     def follow(self, tokens: Iterable[int]) -> None:
