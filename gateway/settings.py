@@ -28,7 +28,6 @@ ToolParser: TypeAlias = Literal[
 ]
 ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
 
-"""Names of shards that are part of a valid request id."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
