@@ -14,8 +14,7 @@ MAX_NAME_LENGTH = 256
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
 MAX_TOKEN_ID = 2**31 - 1
-MAX_BODY_HASH_BYTES = 64
-MAX_VOCABULARY_BYTES = 64
+MAX_DIGEST_BYTES = 64
 MAX_TIME_MS = limits.TEN_YEARS_S * 1000
 """Ten years: the value that gateways treat as "no deadline"."""
 
@@ -66,10 +65,7 @@ def _check_names(submit: gateway_pb.Submit) -> None:
     _bounded("specification.traceparent", submit.specification.traceparent)
     _bounded("specification.cache_salt", submit.specification.cache_salt)
     _bounded("specification.adapter", submit.specification.adapter)
-    if len(submit.body_hash) > MAX_BODY_HASH_BYTES:
-        raise InvalidArgument(
-            "body_hash", f"must be at most {MAX_BODY_HASH_BYTES} bytes, got {len(submit.body_hash)}"
-        )
+    _bounded_bytes("body_hash", submit.body_hash)
 
 
 def _check_prompt(submit: gateway_pb.Submit, most_tokens: int) -> None:
@@ -174,6 +170,11 @@ def _bounded(field: str, value: str, *, minimum: int = 0) -> None:
         raise InvalidArgument(field, f"must have {minimum} to {MAX_NAME_LENGTH} characters, got {len(value)}")
 
 
+def _bounded_bytes(field: str, value: bytes) -> None:
+    if len(value) > MAX_DIGEST_BYTES:
+        raise InvalidArgument(field, f"must be at most {MAX_DIGEST_BYTES} bytes, got {len(value)}")
+
+
 def check_gateway_hello(hello: gateway_pb.GatewayHello) -> None:
     """Refuse a gateway without a name, or with a name that is too long for a log. Raises InvalidArgument."""
     _bounded("hello.gateway_id", hello.gateway_id, minimum=1)
@@ -185,10 +186,7 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
     _bounded("worker_name", hello.worker_name, minimum=1)
     _bounded("fingerprint", hello.fingerprint)
     _bounded("device", hello.device)
-    if len(hello.vocabulary) > MAX_VOCABULARY_BYTES:
-        raise InvalidArgument(
-            "vocabulary", f"must be at most {MAX_VOCABULARY_BYTES} bytes, got {len(hello.vocabulary)}"
-        )
+    _bounded_bytes("vocabulary", hello.vocabulary)
     for name in ("slots", "target_blocks", "block_size", "max_length"):
         if getattr(hello, name) < 1:
             raise InvalidArgument(name, "must be at least 1")
