@@ -52,7 +52,7 @@ class LearntFile:
             if found.get("format") != FORMAT:
                 return None, f"{self.path} was written by another version of LAPS-SD, and is not used"
             priors = Priors.from_dict(found, predictor())
-            if found["prompts"]["learned"] > priors.prompts.learned:
+            if priors.lacks_words_of(found):
                 return (
                     priors,
                     f"read from {self.path}, without the words of prompts, which were read otherwise",

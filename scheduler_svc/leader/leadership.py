@@ -206,7 +206,7 @@ class Leadership:
         except (ValueError, RecursionError) as error:
             log.warning("what was learnt cannot be used: learning starts again", reason=str(error))
             return Priors(PromptLengths(*start))
-        if learnt["prompts"]["learned"] > priors.prompts.learned:
+        if priors.lacks_words_of(learnt):
             reason = "the words of prompts: LAPS_SD_LENGTH_KEY or the start weights are others"
             log.warning("what was learnt cannot be used: learning starts again", reason=reason)
         return priors

@@ -303,6 +303,12 @@ class Priors:
             raise ValueError(f"what was learnt is damaged: {type(error).__name__}: {error}") from error
         return priors
 
+    def lacks_words_of(self, data: Mapping[str, Any]) -> bool:
+        """Return True if `data`, from which `from_dict` made these, had learned from words of prompts that these do not
+        have: their key or the start weights were others.
+        """
+        return bool(data["prompts"]["learned"] > self.prompts.learned)
+
     def _restore(self, data: Mapping[str, Any]) -> None:
         self.version = data["version"]
         self.cost = CostModel(**{**data["cost"], "fit": tuple(data["cost"]["fit"])})
