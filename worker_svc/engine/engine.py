@@ -65,6 +65,7 @@ class SpeculativeEngine:
         tokenizer: Tokenizer | None = None,
         eos_ids: frozenset[int] = frozenset(),
         fingerprint: str = "",
+        vocabulary: bytes = b"",
         formats: Formats | None = None,
         probe: LengthProbe | None = None,
     ) -> None:
@@ -86,6 +87,7 @@ class SpeculativeEngine:
             max_draft_len=0 if options.drafter is None else options.max_draft_len,
             vocab_size=self._pair.vocab_size,
             device=str(self._pair.device),
+            vocabulary=vocabulary,
         )
         self.rounds = Rounds(self._pair, options, probe)
         self._sequences: dict[str, Sequence] = {}

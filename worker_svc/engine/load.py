@@ -82,8 +82,8 @@ def load_engine(
         formats=formats,
         probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options, eos_ids),
+        vocabulary=vocabulary_digest(target_path),
     )
-    engine.capacity = replace(engine.capacity, vocabulary=vocabulary_digest(target_path))
     engine.calibrate(CALIBRATION_S if options.draft_len is None else 0.0)
     engine.computed_by = ComputedBy(
         target.path,

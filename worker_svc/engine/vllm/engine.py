@@ -80,6 +80,7 @@ class VllmEngine:
         *,
         slots: int,
         fingerprint: str,
+        vocabulary: bytes = b"",
         decode: Decode | None = None,
         decode_all: Decode | None = None,
         formats: bool = True,
@@ -118,6 +119,7 @@ class VllmEngine:
             # With a round in flight a request may have grown by as much again when the next one begins.
             lookahead=scheduler.num_lookahead_tokens + lag * (1 + scheduler.num_spec_tokens),
             lag=lag,
+            vocabulary=vocabulary,
             adapters=frozenset(self._adapters),
         )
         words = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         fingerprint=fingerprint(
             core.vllm_config, chooser, rules.eos_ids, vllm.__version__, identity(options.adapters)
         ),
+        vocabulary=vocabulary_digest(options.model),
         adapters=adapters,
         decode=None if tokenizer is None else tokenizer.decode,
         decode_all=None if tokenizer is None else tokenizer.decode_all,
@@ -75,7 +76,6 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
         probe=_probe(core.vllm_config, chooser) if options.length_probe else None,
         models=models_in_words(core.vllm_config, options.model),
     )
-    engine.capacity = replace(engine.capacity, vocabulary=vocabulary_digest(options.model))
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
 
