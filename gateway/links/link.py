@@ -98,7 +98,7 @@ class ShardLink:
         self._tls = link_tls(settings) if tls is None else tls
         self._vocabulary = vocabulary
         self._other_vocabulary = b""
-        """That of the workers, if it was another one."""
+        """The workers' digest, if it was another one."""
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
         self._leader_epoch = ""

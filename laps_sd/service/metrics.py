@@ -115,7 +115,7 @@ class ScrapeHandler(WSGIRequestHandler):
     """One connection of the endpoint."""
 
     timeout = 10.0
-    """Longest wait for bytes of the caller, or for it to read, in seconds; a thread would wait for ever."""
+    """Longest wait for bytes of the caller, or for it to read, in seconds; without it a thread would wait without end."""
 
     def handle(self) -> None:
         """Answer the request, unless too many connections are open."""

@@ -77,7 +77,7 @@ class Message(Model):
     tool_calls: Annotated[list[ChatToolCall], Field(fail_fast=True), AtMost(MAX_ITEMS)] | None = None
     tool_call_id: Text | None = None
     refusal: Text | None = None
-    """What the assistant said in place of content."""
+    """The text of an assistant that refused, in place of content."""
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     """vLLM's name of `reasoning_content`."""

@@ -2,7 +2,7 @@
 
 All of them stay loaded, so that a round may have requests of each of them (our choice): vLLM would refuse a batch of more
 adapters than it has places, and the order of requests is the scheduler's. A place takes device memory for the largest
-rank, as `max_lora_rank` says.
+rank, `max_lora_rank`.
 """
 
 from __future__ import annotations
