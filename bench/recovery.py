@@ -196,7 +196,7 @@ async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profi
         seconds = time.perf_counter() - began_s
         await renewals.stop()
         row = {
-            "requests": len(loop.clients.live),
+            "requests": len(loop.working_copy.live),
             "seconds": seconds,
             "longest_without_renewal_s": renewals.longest_gap_s,
             "leader_cpu_s": time.process_time() - cpu_s,

@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.repair import Repair
 from scheduler_svc.leader.turn import Timers, Turn
+from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.store import Store
@@ -34,7 +34,7 @@ class Chores:
         *,
         core: Scheduler,
         store: Store,
-        clients: Clients,
+        working_copy: WorkingCopy,
         repair: Repair,
         probes: Probes,
         timers: Timers,
@@ -48,7 +48,7 @@ class Chores:
         """
         self._core = core
         self._store = store
-        self._clients = clients
+        self._working_copy = working_copy
         self._repair = repair
         self._probes = probes
         self._timers = timers
@@ -76,7 +76,7 @@ class Chores:
 
     async def _settle_claims(self) -> None:
         if not self._outage.on:
-            self._clients.forget_old_ends(self._clock())
+            self._working_copy.forget_old_ends(self._clock())
             with self._tried_again_later():
                 await self._store.settle_claims()
 
@@ -87,7 +87,7 @@ class Chores:
         batch = Batch(self._store)
         with self._tried_again_later():
             await batch.execute()
-        live = self._clients.live
+        live = self._working_copy.live
         # One of which a transition is decided is found lost once that is written.
         lost = {
             name: status
@@ -113,7 +113,7 @@ class Chores:
         if self._store.generation != self._written_back:
             self._written_back = self._store.generation
             self._saved, self._probes.unsaved = None, True
-        if live := len(self._clients.live):
+        if live := len(self._working_copy.live):
             self._mean_request_s = self._core.totals().backlog_s / live
         load = round(self._core.arriving_load(self._clock()), 3)
         found = (self._core.events_applied, self._mean_request_s, load)

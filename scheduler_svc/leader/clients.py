@@ -1,28 +1,26 @@
-"""Requests and their clients: submissions, attachments, cancels, grace periods, deadlines, ends.
-
-All of it changes one table, the requests that this leader leads. A request enters it when the record has it,
-and leaves it with its one end.
+"""The clients of requests, through their gateways: submissions, attachments, cancels, grace periods; and
+requests that gateways and workers bring back.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from laps_sd.contract.ends import End
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.advice import Turns
 from laps_sd.service.log import get_logger
 from scheduler_svc import metrics
-from scheduler_svc.core.commands import Commit
 from scheduler_svc.core.events import Arrived, EndRequested
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.live import Attachment, Live, from_record, from_submission, recovered
 from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.repair import Repair
+from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import GatewaySession
-from scheduler_svc.leader.tracing import RequestTraces
-from scheduler_svc.leader.turn import Restored, Timer, Timers, Turn
+from scheduler_svc.leader.turn import Restored, Timers, Turn
+from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
 from scheduler_svc.store.records import NewRequest, Shown, SubmitResult, SubmitStatus
@@ -55,80 +53,35 @@ STILL_COMING_S = 1.0
 """Seconds without a client that comes back after which those of a lost gateway or leader have all come. To
 attach all of them may take longer than the grace.
 """
-ENDS_KEPT_S = 10.0
-MAX_ENDS_KEPT = 10_000
-"""Seconds for which ended requests are kept, and the most that are kept, for a record that loses the last of
-what was written: a server that syncs every second loses that much, an asynchronous replica its delay.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class RecentEnd:
-    """A request whose end is on the record, and that end as a commit that follows all of its tokens."""
-
-    at_s: float
-    live: Live
-    commit: Commit
-
-
-class ShardLead(Protocol):
-    """The lead of the shard, as the clients' side needs it."""
-
-    async def confirm_lead(self) -> None:
-        """Return when the record holds what this leader committed. Raises Fenced when another process
-        leads.
-        """
-
-    def capacity_tokens(self) -> int:
-        """Return the longest context that some worker could hold, in tokens; 0 without any."""
-
-    def retry_after_s(self) -> float:
-        """Return the estimated seconds until a full queue has room."""
 
 
 class Clients:
-    """Table of the requests and their clients; see the top of the file."""
+    """Answers the messages of gateways, by the working copy and the record."""
 
     def __init__(
         self,
+        *,
         settings: SchedulerSettings,
+        core: Scheduler,
         store: Store,
+        roster: Roster,
+        working_copy: WorkingCopy,
+        repair: Repair,
         timers: Timers,
         outage: Outage,
-        *,
-        lead: ShardLead,
-        traces: RequestTraces,
     ) -> None:
-        self.live: dict[str, Live] = {}
-        self.reserved_tokens = 0
-        """Prompt and output tokens that the requests may need in all, as the record counts them against its
-        limit.
-        """
-        self.newest_sequence = 0
-        """Largest sequence number of all requests the record has ever accepted, as far as this leader
-        knows.
-        """
         self.brought_back_until_s = 0.0
         """Time until which gateways and workers bring back lost requests, if the record was empty when this
         leader took over.
         """
-        self.recent_ends: deque[RecentEnd] = deque(maxlen=MAX_ENDS_KEPT)
-        """The ends that the record may still lose, oldest first."""
-        self.doubtful: set[str] = set()
-        """Ids of submissions that were refused because the record did not answer, and that it may hold all
-        the same.
-        """
-        self.restoring: set[str] = set()
-        """Ids of requests that are being submitted, and of those that a gateway or a worker has brought back
-        and that are not led yet: the record did not answer, and may hold them all the same, or had no room.
-        They come again, or are written without their gateway.
-        """
         self._settings = settings
+        self._core = core
         self._store = store
+        self._roster = roster
+        self._working_copy = working_copy
+        self._repair = repair
         self._timers = timers
         self._outage = outage
-        self._lead = lead
-        self._traces = traces
         self._still_coming_until_s = 0.0
         """Time until which clients of a lost gateway or leader are expected to come back."""
         self._turns = Turns()
@@ -136,76 +89,7 @@ class Clients:
         self._tenant_turns: dict[str, Turns] = {}
         """Turns, by tenant, of the requests that were refused because their tenant has too many."""
 
-    # Begin and end of requests.
-
-    def adopt(self, live: Live) -> None:
-        """Lead this request from now on."""
-        self.live[live.request_id] = live
-        self.reserved_tokens += live.facts.prompt_tokens + live.facts.max_tokens
-        live.trace = self._traces.begin(live.request_id, live.request.traceparent)
-        if live.trace is not None:
-            # The request may have been leased under an earlier leader; the record does not hold the time of
-            # the lease.
-            live.trace.leased(live.lease_epoch, live.worker_id, live.started_s or live.facts.arrival_s)
-        self.newest_sequence = max(self.newest_sequence, live.facts.sequence)
-        self._set_limits(live)
-
-    def _set_limits(self, live: Live) -> None:
-        for timer in live.limits:
-            timer.cancel()
-        limits = (
-            (live.deadline_s, End.DEADLINE, "the client's deadline passed"),
-            (live.time_limit_s, End.TIME_LIMIT, "the time limit passed"),
-        )
-        live.limits = tuple(
-            self._end_at(live.request_id, when_s, end, detail)
-            for when_s, end, detail in limits
-            if when_s is not None
-        )
-
-    def ended(self, live: Live, commit: Commit, now_s: float) -> None:
-        """Send the end of a request, which is on the record, to its attached clients, and stop leading the
-        request.
-        """
-        assert commit.end is not None, "this is the commit that ended it"
-        live.finish(commit.end, commit.detail, commit.cut_characters, now_s)
-        live.stop_timers()
-        if live.trace is not None:
-            live.trace.leased(live.lease_epoch, None, now_s)
-            self._traces.ended(
-                live.trace,
-                live.facts,
-                standing=live.standing,
-                started_s=live.started_s,
-                output_tokens=len(live.committed),
-                end=commit.end,
-                detail=commit.detail,
-                story=commit.story,
-                now_s=now_s,
-            )
-        del self.live[live.request_id]
-        self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
-        live.mark_dirty()
-        self.forget_old_ends(now_s)
-        self.recent_ends.append(
-            RecentEnd(now_s, live, replace(commit, position=len(live.committed), tokens=()))
-        )
-        metrics.observe_end(
-            commit.end, live.facts, live.started_s, live.first_token_s, len(live.committed), now_s
-        )
-
-    def forget_old_ends(self, now_s: float) -> None:
-        """Drop the ends that the record can no longer lose. Call it only while the record answers: an outage
-        can outlast ENDS_KEPT_S, and what it lost is known afterwards.
-        """
-        while self.recent_ends and self.recent_ends[0].at_s < now_s - ENDS_KEPT_S:
-            self.recent_ends.popleft()
-
-    def ends_are_written_back(self, now_s: float) -> None:
-        """Note that the record has the ends since now, and can lose them again."""
-        written = [replace(ended, at_s=now_s) for ended in self.recent_ends]
-        self.recent_ends.clear()
-        self.recent_ends.extend(written)
+    # Refusals, and the grace of requests without a client.
 
     def refusal(self) -> Refused | None:
         """Return the reason for which any new request would be refused now; None where one within the limits
@@ -218,12 +102,20 @@ class Clients:
             detail = f"the record of shard {self._settings.shard} cannot be written ({outage.fault})"
             return replies.refused(Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
         if (
-            len(self.live) >= self._settings.max_requests
-            or self.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
+            len(self._working_copy.live) >= self._settings.max_requests
+            or self._working_copy.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
         ):
-            retry_ms = round(self._lead.retry_after_s() * 1000)
+            retry_ms = round(self._retry_after_s() * 1000)
             return replies.refused(Refusal.QUEUE_FULL, self._queue_is_full(), retry_ms)
         return None
+
+    def _retry_after_s(self) -> float:
+        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
+        0.1 to 30 s.
+        """
+        workers = max(1, len(self._roster.workers))
+        each_s = self._core.totals().backlog_s / max(1, len(self._working_copy.live)) / workers
+        return min(30.0, max(0.1, each_s))
 
     def _queue_is_full(self) -> str:
         return f"the queue of shard {self._settings.shard} is full"
@@ -250,9 +142,6 @@ class Clients:
         """
         self._still_coming_until_s = now_s + STILL_COMING_S
 
-    def _end_at(self, request_id: str, when_s: float, end: End, detail: str) -> Timer:
-        return self._timers.at(when_s, lambda turn: turn.events.append(EndRequested(request_id, end, detail)))
-
     # Messages of gateways.
 
     def handle(self, turn: Turn, session: GatewaySession, message: GatewayMessage) -> None:
@@ -261,7 +150,7 @@ class Clients:
             case Submission() as submission:
                 turn.submits.append((session, submission))
             case Attach() as attach:
-                live = self.live.get(attach.request_id)
+                live = self._working_copy.live.get(attach.request_id)
                 if not checks.can_be_named(attach.request_id, attach.attachment_id):
                     session.reply(replies.not_attached(attach.attach_id, AttachFailure.NOT_FOUND))
                 elif live is None:
@@ -304,7 +193,7 @@ class Clients:
 
         `ended`: requests that are not led here and have ended; None where the record cannot be read.
         """
-        live = self.live.get(cancel.request_id)
+        live = self._working_copy.live.get(cancel.request_id)
         if live is None:
             live = (ended or {}).get(cancel.request_id)
             if live is None and checks.can_be_named(cancel.request_id):
@@ -336,7 +225,7 @@ class Clients:
                 _refuse(session, submission, Refusal.INVALID, error.message, field=field)
                 continue
             new = self._new_request(submission, unix_ms)
-            if new.request_id in self.doubtful:  # its withdrawal may be executed later
+            if new.request_id in self._working_copy.doubtful:  # its withdrawal may be executed later
                 _refuse(
                     session,
                     submission,
@@ -365,18 +254,18 @@ class Clients:
         except StoreUnavailable as error:
             self._outage.began(error)
             for session, submission, new in admitted:
-                if new.request_id not in self.live:
+                if new.request_id not in self._working_copy.live:
                     if new.request_id in shown:
                         self._restore_later(turn, Restored("gateway", submission, new, shown[new.request_id]))
                     else:
-                        self.doubtful.add(new.request_id)
+                        self._working_copy.doubtful.add(new.request_id)
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
             return
         for (session, submission, new), result in zip(admitted, results, strict=True):
             self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
-        # Afterwards: a write-back ends what the record has and this table lacks.
+        # Afterwards: a write-back ends what the record has and the working copy lacks.
         for (_, _, new), result in zip(admitted, results, strict=True):
-            live = self.live.get(result.request_id)
+            live = self._working_copy.live.get(result.request_id)
             attached = result.status is SubmitStatus.ATTACHED
             if live is not None and attached and not _is_out_of_time(live, turn.now_s):
                 await self._give_time(live, new.deadline_unix_ms)
@@ -404,20 +293,19 @@ class Clients:
             self._outage.began(error)
             return
         if extended:
-            live.deadline_s = None if deadline_unix_ms is None else deadline_unix_ms / 1000.0
-            self._set_limits(live)
+            self._working_copy.extend(live, None if deadline_unix_ms is None else deadline_unix_ms / 1000.0)
 
     async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
         submitted = {new.request_id for new in requests}
-        added = submitted - self.restoring
+        added = submitted - self._working_copy.restoring
         # Some may be written when the lead has to be confirmed: the write-back must not end those.
-        self.restoring |= added
+        self._working_copy.restoring |= added
         try:
             results = await self._write_as_leader(lambda: self._store.submit(requests, shown))
         except StoreUnavailable:
-            self.restoring -= added
+            self._working_copy.restoring -= added
             raise
-        self.restoring -= submitted
+        self._working_copy.restoring -= submitted
         return results
 
     async def _write_as_leader(self, write: Callable[[], Awaitable[T]]) -> T:
@@ -428,7 +316,7 @@ class Clients:
             try:
                 return await write()
             except Fenced:
-                await self._lead.confirm_lead()
+                await self._repair.confirm_lead()
 
     @property
     def most_tokens_of_new(self) -> int:
@@ -436,7 +324,7 @@ class Clients:
         with workers, one that none of them could hold would never run.
         """
         limit = self._settings.max_context_tokens
-        return min(limit, self._lead.capacity_tokens() or limit)
+        return min(limit, self._core.capacity_tokens or limit)
 
     def _limit_tokens(self, submission: Submission) -> int:
         """Return the most tokens of a request. One that is restored was accepted, and may wait for a worker that
@@ -455,13 +343,13 @@ class Clients:
     ) -> None:
         match result.status:
             case SubmitStatus.ACCEPTED | SubmitStatus.ATTACHED:
-                live = self.live.get(result.request_id)
+                live = self._working_copy.live.get(result.request_id)
                 own = result.status is SubmitStatus.ACCEPTED
                 if live is not None and not own and _is_out_of_time(live, turn.now_s):
                     # Its end is not on the record yet, and lets the key go: then this is a new request.
                     self._timers.at(turn.now_s, _submit_again(session, submission))
                     return
-                if live is None and own and result.sequence > self.newest_sequence:
+                if live is None and own and result.sequence > self._working_copy.newest_sequence:
                     live = self._enter(turn, submission, new, result.sequence, shown, "gateway")
                 elif live is not None and shown is not None and len(shown.token_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(shown.token_ids)))
@@ -479,7 +367,7 @@ class Clients:
                     "the idempotency key was used with another body",
                 )
             case SubmitStatus.QUEUE_FULL:
-                each_s = self._lead.retry_after_s()
+                each_s = self._retry_after_s()
                 wait_s = self._turns.next_s(turn.now_s, each_s, each_s)
                 _refuse(session, submission, Refusal.QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
             case SubmitStatus.ELSEWHERE:
@@ -497,7 +385,7 @@ class Clients:
         """
         if len(self._tenant_turns) >= MOST_TENANT_TURNS:
             self._tenant_turns.clear()
-        each_s = self._lead.retry_after_s() * len(self.live) / limit
+        each_s = self._retry_after_s() * len(self._working_copy.live) / limit
         return self._tenant_turns.setdefault(tenant, Turns()).next_s(now_s, each_s, each_s)
 
     def _enter(
@@ -511,7 +399,7 @@ class Clients:
     ) -> Live:
         """Begin to lead a request that is on the record now: a new one, or a restored one with what was `shown` of it."""
         live = from_submission(new, requests.accepted(new, sequence))
-        self.adopt(live)
+        self._working_copy.adopt(live)
         if shown is None:
             turn.events.append(Arrived(live.facts))
             return live
@@ -530,7 +418,7 @@ class Clients:
         """
         unix_ms = round(turn.now_s * 1000)
         for offer in turn.offers:
-            live = self.live.get(offer.request_id)
+            live = self._working_copy.live.get(offer.request_id)
             if live is not None:
                 # Acknowledged outputs are committed: if the record has fewer, it has lost the rest.
                 if len(offer.committed_ids) > len(live.committed):
@@ -550,7 +438,7 @@ class Clients:
                 continue
             new = self._new_request(submission, unix_ms)
             shown = Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
-            self.restoring.add(new.request_id)
+            self._working_copy.restoring.add(new.request_id)
             turn.restores.append(Restored("worker", submission, new, shown))
 
     async def restore(self, turn: Turn) -> None:
@@ -559,11 +447,11 @@ class Clients:
         """
         lost: dict[str, Restored] = {}
         for restored in sorted(turn.restores, key=lambda one: len(one.shown.token_ids)):
-            request_id, live = restored.new.request_id, self.live.get(restored.new.request_id)
+            request_id, live = restored.new.request_id, self._working_copy.live.get(restored.new.request_id)
             if live is not None:  # its gateway or another worker has brought it back since
                 if len(restored.shown.token_ids) > len(live.committed):
                     turn.seen_further.append((live, tuple(restored.shown.token_ids)))
-            elif request_id in self.restoring:  # otherwise it has ended since
+            elif request_id in self._working_copy.restoring:  # otherwise it has ended since
                 lost[request_id] = restored  # of several, the one with the most outputs
         waiting = list(lost.values())
         for start in range(0, len(waiting), MAX_PROMPTS):
@@ -591,9 +479,12 @@ class Clients:
         for restored, result in zip(some, results, strict=True):
             if result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
                 again.append(restored)
-            elif result.status is not SubmitStatus.ACCEPTED or restored.new.request_id in self.live:
+            elif (
+                result.status is not SubmitStatus.ACCEPTED
+                or restored.new.request_id in self._working_copy.live
+            ):
                 continue
-            elif result.sequence > self.newest_sequence:
+            elif result.sequence > self._working_copy.newest_sequence:
                 live = self._enter(
                     turn, restored.submission, restored.new, result.sequence, restored.shown, restored.source
                 )
@@ -602,7 +493,7 @@ class Clients:
                 older.append(restored)
         ended = await self._read_ended([restored.new.request_id for restored in older])
         older = [restored for restored in older if restored.new.request_id not in ended]
-        self.doubtful.update(restored.new.request_id for restored in older)
+        self._working_copy.doubtful.update(restored.new.request_id for restored in older)
         return again + older
 
     def _restore_later(self, turn: Turn, restored: Restored) -> None:
@@ -610,11 +501,11 @@ class Clients:
         bring it again in time, it is written without it: the record may hold it, and only a request that is led
         ever ends.
         """
-        if restored.new.request_id not in self.restoring:
+        if restored.new.request_id not in self._working_copy.restoring:
             self._restore_after(turn.now_s + self._settings.reattach_grace_s, restored)
 
     def _restore_after(self, when_s: float, restored: Restored) -> None:
-        self.restoring.add(restored.new.request_id)
+        self._working_copy.restoring.add(restored.new.request_id)
         self._timers.at(when_s, lambda turn: turn.restores.append(restored))
 
     def _answer_attach(
@@ -655,7 +546,7 @@ class Clients:
         live = attachment.live
         attachment.session.forget(attachment.attachment_id)
         del live.attachments[attachment.attachment_id]
-        if self.live.get(live.request_id) is live:
+        if self._working_copy.live.get(live.request_id) is live:
             self.start_grace(live, now_s, at_least_s)
 
     # Requests that only the record has.
@@ -671,7 +562,7 @@ class Clients:
         except StoreUnavailable as error:
             unavailable = error
         for session, attach in turn.unknown_attaches:
-            live = self.live.get(attach.request_id) or ended.get(attach.request_id)
+            live = self._working_copy.live.get(attach.request_id) or ended.get(attach.request_id)
             if live is None and unavailable is not None:
                 session.reply(replies.not_attached(attach.attach_id, AttachFailure.UNAVAILABLE))
             elif live is None and self._may_come_back(attach.request_id, turn.now_s):
@@ -679,19 +570,21 @@ class Clients:
             else:
                 self._answer_attach(session, attach, live, turn.now_s)
         for session, submission, request_id in turn.unknown_submits:
-            live = self.live.get(request_id) or ended.get(request_id)
+            live = self._working_copy.live.get(request_id) or ended.get(request_id)
             if live is not None:
                 self._accept(session, submission, live, turn.now_s)
             else:
-                if unavailable is None and request_id not in self.restoring:
-                    self.doubtful.add(request_id)  # refused earlier, and written after its withdrawal
+                if unavailable is None and request_id not in self._working_copy.restoring:
+                    self._working_copy.doubtful.add(
+                        request_id
+                    )  # refused earlier, and written after its withdrawal
                 why = "" if unavailable is None else f": {unavailable}"
                 detail = f"the request {request_id} of this key cannot be read now{why}"
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
 
     def _may_come_back(self, request_id: str, now_s: float) -> bool:
         """Return whether a request that is not led here may still be restored."""
-        return now_s < self.brought_back_until_s or request_id in self.restoring
+        return now_s < self.brought_back_until_s or request_id in self._working_copy.restoring
 
     def answer_cancelled(self, turn: Turn) -> None:
         """Answer the cancels of this turn, whose ends are on the record, or are decided again."""
@@ -707,7 +600,7 @@ class Clients:
         unknown = {
             request_id
             for request_id in request_ids
-            if request_id not in self.live and checks.can_be_named(request_id)
+            if request_id not in self._working_copy.live and checks.can_be_named(request_id)
         }
         stored = await self._store.read_all(sorted(unknown)) if unknown else {}
         return {
@@ -720,13 +613,13 @@ class Clients:
         """Remove requests from the record that were refused and that it holds all the same, so that their
         clients can submit them again. Raises Fenced.
         """
-        doubtful = sorted(self.doubtful - self.live.keys())
+        doubtful = sorted(self._working_copy.doubtful - self._working_copy.live.keys())
         try:
             withdrawn = await self._write_as_leader(lambda: self._store.withdraw(doubtful))
         except StoreUnavailable as error:  # the next turn tries again
             self._outage.began(error)
             return
-        self.doubtful.clear()
+        self._working_copy.doubtful.clear()
         if withdrawn:
             log.info("removed requests from the record that had been refused", requests=len(withdrawn))
 

@@ -133,19 +133,22 @@ class Loop:
         time, and a turn runs MAX_TURN at most.
         """
         self.roster = Roster(settings, self.timers)
-        self.clients = Clients(settings, store, self._client_timers, outage, lead=self, traces=traces)
-        self._working_copy = WorkingCopy(self.clients, self.roster)
-        self._repair = Repair(
+        self.working_copy = WorkingCopy(self.roster, self._client_timers, traces)
+        self._repair = Repair(store=store, working_copy=self.working_copy, outage=outage, clock=clock)
+        self.clients = Clients(
+            settings=settings,
+            core=core,
             store=store,
-            clients=self.clients,
-            working_copy=self._working_copy,
+            roster=self.roster,
+            working_copy=self.working_copy,
+            repair=self._repair,
+            timers=self._client_timers,
             outage=outage,
-            clock=clock,
         )
         self._chores = Chores(
             core=core,
             store=store,
-            clients=self.clients,
+            working_copy=self.working_copy,
             repair=self._repair,
             probes=probes,
             timers=self.timers,
@@ -178,7 +181,7 @@ class Loop:
         """
         return replies.shard_load(
             backlog_s=self.core.totals().backlog_s,
-            requests=len(self.clients.live),
+            requests=len(self.working_copy.live),
             workers=self.roster.connected,
             gateways=gateways,
             kv_usage=self._kv_usage,
@@ -204,27 +207,9 @@ class Loop:
         """
         now_s = self.clock()
         if not self._begun or now_s - self._begun_counted_s >= BEGUN_KEPT_S:
-            self._begun = sum(live.has_begun for live in self.clients.live.values())
+            self._begun = sum(live.has_begun for live in self.working_copy.live.values())
             self._begun_counted_s = now_s
         return self._begun
-
-    def capacity_tokens(self) -> int:
-        """Return the longest context that some worker could hold, in tokens; see `Scheduler.capacity_tokens`."""
-        return self.core.capacity_tokens
-
-    def retry_after_s(self) -> float:
-        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
-        0.1 to 30 s.
-        """
-        workers = max(1, len(self.roster.workers))
-        each_s = self.core.totals().backlog_s / max(1, len(self.clients.live)) / workers
-        return min(30.0, max(0.1, each_s))
-
-    async def confirm_lead(self) -> None:
-        """Return when the record holds what this leader has committed. Raises Fenced when another process
-        leads.
-        """
-        await self._repair.confirm_lead()
 
     async def recover(self) -> None:
         """Rebuild the working copy from the record. Called once, before anything else. Raises
@@ -244,28 +229,26 @@ class Loop:
     async def _recover(self) -> None:
         self._recovered_from = self.store.incarnation
         holders: set[str] = set()
-        self.clients.newest_sequence = await self.store.last_sequence()
+        self.working_copy.newest_sequence = await self.store.last_sequence()
         async for chunk in self.store.load_unfinished():
             events: list[Recovered] = []
             for stored in chunk:
-                if (
-                    stored.length_features and not self.settings.predict_lengths
-                ):  # an earlier leader had it on
-                    stored = replace(stored, length_features=b"")
+                if stored.length_features and not self.settings.predict_lengths:
+                    stored = replace(stored, length_features=b"")  # an earlier leader had it on
                 live = from_record(stored)
                 events.append(recovered(live))
-                self.clients.adopt(live)
+                self.working_copy.adopt(live)
                 if stored.worker_id is not None:
                     holders.add(stored.worker_id)
             # Not all of them at the end: a core that ranks 100,000 requests in one go works for longer than the lease
             # lasts, and only between two chunks is it renewed.
             self.core.recover(self.clock(), events)
-        begun = (live.pair for live in self.clients.live.values() if live.has_begun and live.pair)
+        begun = (live.pair for live in self.working_copy.live.values() if live.has_begun and live.pair)
         self.roster.fingerprint = next(begun, "")
         now_s = self.clock()  # peers may connect from now on, however long the reading took
         if self.store.record_was_empty:
             self.clients.brought_back_until_s = now_s + self.settings.reattach_grace_s
-        for number, live in enumerate(self.clients.live.values(), start=1):
+        for number, live in enumerate(self.working_copy.live.values(), start=1):
             self.clients.start_grace(live, now_s, self.settings.reattach_grace_s)
             if number % GRACES_TOGETHER == 0:
                 await asyncio.sleep(0)  # the lease is renewed in between
@@ -275,8 +258,8 @@ class Loop:
         self.timers.at(now_s, self._observe_queue)
         if self.settings.log_load_s:
             self.timers.at(now_s + self.settings.log_load_s, self._write_load)
-        if self.clients.live:
-            log.info("recovered", requests=len(self.clients.live), workers=len(self.roster.workers))
+        if self.working_copy.live:
+            log.info("recovered", requests=len(self.working_copy.live), workers=len(self.roster.workers))
             self._decided = Turn(now_s)
             self._take(self._decided, self.core.step(now_s, ()))
 
@@ -305,7 +288,9 @@ class Loop:
         message = item.message
         if message.HasField("submit"):
             return len(message.submit.specification.prompt_ids)
-        live = self.clients.live.get(message.attach.request_id) if message.attach.wants_submission else None
+        if not message.attach.wants_submission:
+            return 0
+        live = self.working_copy.live.get(message.attach.request_id)
         return 0 if live is None else live.facts.prompt_tokens
 
     async def _wait(self) -> None:
@@ -334,7 +319,7 @@ class Loop:
             await self._repair.confirm_lead()
             for settled in turn.settled:
                 settled.set()
-        if self.clients.doubtful:  # before a submission with the same idempotency key finds one of them
+        if self.working_copy.doubtful:  # before a submission with the same idempotency key finds one of them
             await self.clients.withdraw_doubtful()
         if turn.submits:
             await self.clients.admit(turn)
@@ -415,7 +400,7 @@ class Loop:
         turn.events.append(event)
         turn.acknowledge[session] = max(report.number, turn.acknowledge.get(session, 0))
         for one in report.details:
-            live = self.clients.live.get(one.request_id)
+            live = self.working_copy.live.get(one.request_id)
             if live is None:
                 continue
             if live.started_s is None:
@@ -426,7 +411,7 @@ class Loop:
                 if packed := live.record_prompt_logprobs(one.prompt_logprobs):
                     found = PromptLogprobs(one.request_id, one.lease_epoch, packed)
                     turn.prompt_logprobs.append(found)
-        if not take_reported(self.clients.live, event, turn.now_s, turn.taken):
+        if not take_reported(self.working_copy.live, event, turn.now_s, turn.taken):
             turn.needs_core.add(session)
 
     def _observe_queue(self, turn: Turn) -> None:
@@ -452,7 +437,7 @@ class Loop:
         before, self._decided = self._decided, None
         decided = before.transitions if before is not None else []
         for transition in decided:  # not later: this turn may decide about the same requests
-            if (live := self.clients.live.get(transition.request_id)) is not None:
+            if (live := self.working_copy.live.get(transition.request_id)) is not None:
                 live.settling = False
         if decided or turn.taken or turn.prompt_logprobs:
             writing = asyncio.create_task(self._record(decided, turn.taken, turn.prompt_logprobs))
@@ -490,7 +475,7 @@ class Loop:
         for command in commands:
             if not isinstance(command, TRANSITIONS):
                 continue
-            live = self.clients.live.get(command.request_id)
+            live = self.working_copy.live.get(command.request_id)
             if live is not None:
                 if isinstance(command, Commit):
                     if _is_known(command, live):
@@ -504,7 +489,7 @@ class Loop:
             turn.transitions.append(command)
 
     def _worker_of(self, request_id: str) -> str | None:
-        live = self.clients.live.get(request_id)
+        live = self.working_copy.live.get(request_id)
         return None if live is None else live.worker_id
 
     async def _recorded_or_refused(
@@ -521,7 +506,7 @@ class Loop:
         await self._apply(turn, decided, statuses[: len(decided)])
         of_taken = statuses[len(decided) :]
         if of_taken.count(TransitionStatus.OK) == len(of_taken):  # enums have a slow hash
-            all_recorded(self.clients.live, turn.taken, turn.now_s)
+            all_recorded(self.working_copy.live, turn.taken, turn.now_s)
         else:
             await self._apply(turn, turn.taken, of_taken)
         refused = turn.refused
@@ -535,7 +520,7 @@ class Loop:
                 self._end_again(transition)
         turn.transitions = [one for one in turn.transitions if one.request_id not in refused]
         for request_id in refused:
-            if (live := self.clients.live.get(request_id)) is not None:
+            if (live := self.working_copy.live.get(request_id)) is not None:
                 live.settling = False
 
     async def _apply(
@@ -544,7 +529,7 @@ class Loop:
         """Apply transitions that the record has taken, and repair requests of which it refused one."""
         for transition, status in zip(transitions, statuses, strict=True):
             if status in ON_RECORD:
-                self._working_copy.recorded(transition, turn.now_s)
+                self.working_copy.recorded(transition, turn.now_s)
             elif transition.request_id not in turn.refused:
                 turn.refused.add(transition.request_id)
                 kind = type(transition).__name__.lower()
@@ -561,7 +546,7 @@ class Loop:
         for command in turn.commands:
             match command:
                 case Rank(request_id):
-                    if (live := self.clients.live.get(request_id)) is not None:
+                    if (live := self.working_copy.live.get(request_id)) is not None:
                         live.standing = replace(
                             live.standing,
                             level=command.level,
@@ -576,7 +561,7 @@ class Loop:
                 case Drained(worker_id):
                     self.roster.drained(worker_id)
         for session, request_id in turn.respecify:
-            live = self.clients.live.get(request_id)
+            live = self.working_copy.live.get(request_id)
             if live is not None and request_id in session.known:
                 self._specify(session, live, session.known[request_id], turn.now_s)
         for session, number in turn.acknowledge.items():
@@ -629,7 +614,7 @@ class Loop:
         entry = self.roster.workers.get(command.worker_id)
         if entry is None or entry.session is None:
             return
-        live, known = self.clients.live, entry.session.known
+        live, known = self.working_copy.live, entry.session.known
         entries = []
         for listed in command.entries:
             request_id = listed.request_id

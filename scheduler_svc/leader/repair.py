@@ -15,7 +15,6 @@ from laps_sd.service.log import get_logger
 from scheduler_svc import metrics
 from scheduler_svc.core.commands import Commit, Finish
 from scheduler_svc.core.events import EndRequested, Event, Refused
-from scheduler_svc.leader.clients import Clients
 from scheduler_svc.leader.live import Live, recovered
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.retries import until_answered
@@ -41,7 +40,6 @@ class Repair:
         self,
         *,
         store: Store,
-        clients: Clients,
         working_copy: WorkingCopy,
         outage: Outage,
         clock: Callable[[], float],
@@ -49,7 +47,6 @@ class Repair:
         self.events: list[Event] = []
         """Events for the next turn: what the core must correct."""
         self._store = store
-        self._clients = clients
         self._working_copy = working_copy
         self._outage = outage
         self._clock = clock
@@ -75,7 +72,9 @@ class Repair:
                     "the record may have lost something: writing back what it lacks", reason=str(error)
                 )
                 try:
-                    if await self._store.reclaim_leadership(newest_sequence=self._clients.newest_sequence):
+                    if await self._store.reclaim_leadership(
+                        newest_sequence=self._working_copy.newest_sequence
+                    ):
                         await self._write_back()
                         await self._store.reclaimed()
                 except Fenced:
@@ -88,7 +87,7 @@ class Repair:
         """Write back everything that this leader has committed and the record lacks. Raises StoreUnavailable,
         Fenced.
         """
-        live = self._clients.live
+        live = self._working_copy.live
         reached = await self._store.reached(list(live))
         behind: list[Live] = []
         for copy, found in zip(list(live.values()), reached, strict=True):
@@ -102,7 +101,7 @@ class Repair:
             batch.restore(restored)
             await batch.execute()
             await self._store.claim_again(restored)
-        ends = list(self._clients.recent_ends)
+        ends = list(self._working_copy.recent_ends)
         for start in range(0, len(ends), WRITE_BACK_TOGETHER):
             some = ends[start : start + WRITE_BACK_TOGETHER]
             batch = Batch(self._store)
@@ -111,8 +110,8 @@ class Repair:
             batch.commit([ended.commit for ended in some])
             await batch.execute()
             await self._store.claim_again(restored)
-        self._clients.ends_are_written_back(self._clock())
-        known = {*live, *self._clients.doubtful, *self._clients.restoring}
+        self._working_copy.ends_are_written_back(self._clock())
+        known = {*live, *self._working_copy.doubtful, *self._working_copy.restoring}
         unknown = [request_id for request_id in await self._store.unfinished_ids() if request_id not in known]
         for start in range(0, len(unknown), WRITE_BACK_TOGETHER):
             # For this leader and its clients these requests ended long ago; the record has lost which end it
@@ -133,7 +132,7 @@ class Repair:
     async def unfoldable(self, lost: Mapping[str, TransitionStatus], now_s: float) -> None:
         """Write back requests that the record was found to have lost."""
         for request_id, status in lost.items():
-            if request_id in self._clients.live:
+            if request_id in self._working_copy.live:
                 await self.refused(request_id, "fold", status, now_s)
 
     async def refused(self, request_id: str, kind: str, status: TransitionStatus, now_s: float) -> None:
@@ -143,7 +142,7 @@ class Repair:
         metrics.REFUSED.labels(kind, status.name.lower()).inc()
         log.warning("the record refused", request_id=request_id, transition=kind, status=status.name)
         self.events.append(Refused(request_id))
-        live = self._clients.live.get(request_id)
+        live = self._working_copy.live.get(request_id)
         if live is None:
             return
         stored = await self._read(request_id)

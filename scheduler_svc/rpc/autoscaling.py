@@ -128,7 +128,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
     async def _is_active(self) -> bool:
         loop = self._leadership.loop
         if loop is not None:
-            return bool(loop.clients.live)
+            return bool(loop.working_copy.live)
         return await self._unfinished() > 0
 
     async def _backlog_s(self) -> float:

@@ -350,7 +350,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         entries = loop.core.queue(loop.clock(), limit)
         return admin_pb.ListQueueResponse(
             entries=[views.queue_entry(entry) for entry in entries],
-            total=len(loop.clients.live),
+            total=len(loop.working_copy.live),
             policy=self._leadership.settings.policy,
             record_outage=self._outage(),
         )
@@ -383,7 +383,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         loop = self._loop()
         request_id = request.request_id
         checks.check_request_id(request_id)
-        if request_id in loop.clients.live:
+        if request_id in loop.working_copy.live:
             await loop.room.wait()  # as for messages of gateways: the inbox has a bound
             loop.put(CancelOrdered(request_id))
             log.info("an operator cancels a request", request_id=request_id)

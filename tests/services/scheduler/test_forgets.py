@@ -95,7 +95,7 @@ class Leader:
             await self.turn(*(self.heard(attach=attach) for attach in back))
             cancels = [gateway_pb.CancelRequested(request_id=i, tenant=i) for i in ids[1::5] + ids[2::5]]
             await self.turn(*(self.heard(cancel=cancel) for cancel in cancels))
-            while self.loop.clients.live:
+            while self.loop.working_copy.live:
                 assert self._leases, "what is unfinished is on the worker's list"
                 await self.turn(FromWorker(self.worker, self._report_ends()))
             await self.seconds_pass(1)
@@ -205,7 +205,7 @@ async def test_nothing_of_a_leader_grows_with_requests_that_ended(leader: Leader
     await leader.run_requests(5_000)
     await leader.seconds_pass(15)
     before = entries_by_path(roots)
-    assert before["loop.clients.live"] == 1, "the walk finds the table of requests, and it is empty"
+    assert before["loop.working_copy.live"] == 1, "the walk finds the table of requests, and it is empty"
 
     await leader.run_requests(5_000)
     await leader.seconds_pass(15)

@@ -231,7 +231,7 @@ async def test_tokens_that_come_when_their_request_is_released_bind_the_pool_bef
     async with gateway(scheduler.address) as client, worker(scheduler.address, fingerprint=RIGHT) as gpu:
         await client.submit("r1")
         lease_epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
-        live = loop.clients.live["r1"]
+        live = loop.working_copy.live["r1"]
         live.worker_id = None  # as the release leaves it: the core decides about these tokens
         record, at_the_write = loop._record, []
 

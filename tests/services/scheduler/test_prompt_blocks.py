@@ -28,7 +28,7 @@ def known_blocks(scheduler: SchedulerUnderTest, request_id: str) -> bytes:
     """Return the names that the core has received with a request."""
     loop = scheduler.leadership.loop
     assert loop is not None
-    return loop.clients.live[request_id].facts.prompt_blocks
+    return loop.working_copy.live[request_id].facts.prompt_blocks
 
 
 class TestOfRequests:

@@ -33,7 +33,7 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.leader import chores, clients
+from scheduler_svc.leader import chores, clients, working_copy
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, SubmitStatus
@@ -310,7 +310,7 @@ async def test_a_standby_leaves_a_record_that_lost_its_tail_to_the_leader_that_i
         os.truncate(commits_file(own_valkey), size)
         await wait_until_async(lambda: leader.leadership.outage.on, description="the leader has noticed")
         await wait_until_async(lambda: standby.leadership.outage.on, description="the standby has noticed")
-        monkeypatch.setattr(clients, "ENDS_KEPT_S", 0.0)
+        monkeypatch.setattr(working_copy, "ENDS_KEPT_S", 0.0)
         await asyncio.sleep(leader.settings.lease_s)  # the lease has to run out on the record's clock
         own_valkey.start()
 
@@ -344,12 +344,12 @@ async def test_an_end_that_was_written_back_is_kept_as_long_as_a_new_one(
         lease = (await gpu.assigned("r1"))["r1"].lease_epoch
         await gpu.run_round("r1", lease, 0, [10], end=STOP)
         await client.read("r1-client")
-        [before] = loop.clients.recent_ends
+        [before] = loop.working_copy.recent_ends
         await operator.flushall()
         await wait_until_async(lambda: scheduler.store.read("r1"), description="r1 is on the record again")
 
         await wait_until_async(
-            lambda: loop.clients.recent_ends[0].at_s > before.at_s, description="its time begins again"
+            lambda: loop.working_copy.recent_ends[0].at_s > before.at_s, description="its time begins again"
         )
 
 
@@ -394,7 +394,7 @@ async def test_a_request_whose_end_was_lost_long_ago_is_not_run_again(
     """The record is from an old backup: the leader no longer holds the request, and its client has had its
     end.
     """
-    monkeypatch.setattr(clients, "MAX_ENDS_KEPT", 0)
+    monkeypatch.setattr(working_copy, "MAX_ENDS_KEPT", 0)
     scheduler = await start_own(lease_s=30.0)
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
         await client.submit("r1")
@@ -871,7 +871,7 @@ async def test_no_client_is_given_up_that_could_not_come_back_while_the_record_w
         async with gateway(scheduler.address) as client:
             await client.submit("r1")
             lease = (await gpu.assigned("r1"))["r1"].lease_epoch
-        r1 = loop.clients.live["r1"]
+        r1 = loop.working_copy.live["r1"]
         await wait_until_async(lambda: r1.grace is not None, description="its grace has begun")
         async with slow(own_valkey, operator):
             over_s = loop.clock() + 2.0

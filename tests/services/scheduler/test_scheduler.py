@@ -536,7 +536,7 @@ async def test_an_older_stream_of_a_gateway_that_closes_late_leaves_its_clients_
     scheduler: SchedulerUnderTest,
 ) -> None:
     assert scheduler.leadership.loop is not None
-    live = scheduler.leadership.loop.clients.live
+    live = scheduler.leadership.loop.working_copy.live
     async with gateway(scheduler.address) as newer:
         async with gateway(scheduler.address) as older:
             await older.submit("r1", attachment_id="a", submission_id=1)
@@ -578,7 +578,7 @@ async def test_a_request_outlives_the_stream_of_its_gateway_for_the_grace_of_rea
     """Its client may have none: it did not leave, its gateway died."""
     scheduler = await start(reattach_grace_s=600.0)
     assert scheduler.leadership.loop is not None
-    live = scheduler.leadership.loop.clients.live
+    live = scheduler.leadership.loop.working_copy.live
     async with gateway(scheduler.address, "g1") as first:
         await first.submit("r1", grace_ms=0)
     await wait_until_async(lambda: not live["r1"].attachments, description="the stream is closed")
@@ -880,7 +880,7 @@ async def test_a_submit_sent_twice_is_one_request(scheduler: SchedulerUnderTest)
         second = await client.submit("r1", submission_id=2)
 
         assert first.accepted.request_id == second.accepted.request_id == "r1"
-        assert len(scheduler.leadership.loop.clients.live) == 1  # type: ignore[union-attr]
+        assert len(scheduler.leadership.loop.working_copy.live) == 1  # type: ignore[union-attr]
 
 
 async def test_an_ended_request_is_replayed_and_another_tenant_does_not_find_it(
@@ -1155,7 +1155,7 @@ async def test_nothing_is_left_when_all_is_done(scheduler: SchedulerUnderTest) -
         await client.read("r1-client")
         loop = scheduler.leadership.loop
         assert loop is not None
-        assert not loop.clients.live
+        assert not loop.working_copy.live
     await wait_until_async(
         lambda: not scheduler.leadership.sessions, description="the streams have been taken off the books"
     )

@@ -269,7 +269,7 @@ async def test_submissions_that_are_half_written_when_the_lead_is_confirmed_are_
 
     assert leader.ends == {}
     assert await leader.store.unfinished_ids() == ["r1", "r2"]
-    assert list(leader.loop.clients.live) == ["r1", "r2"]
+    assert list(leader.loop.working_copy.live) == ["r1", "r2"]
 
 
 async def test_tokens_are_shown_and_acknowledged_in_the_turn_that_takes_them(leader: Leader) -> None:
@@ -420,7 +420,7 @@ async def test_a_submission_that_comes_again_after_the_end_gets_the_same_answer_
 
     await leader.submit("r")
     assert (leader.tokens, leader.ends) == ({"r": [7, 8]}, {"r": STOP})
-    assert leader.loop.clients.live == {}
+    assert leader.loop.working_copy.live == {}
 
 
 async def test_what_follows_an_end_in_the_same_turn_is_not_shown(leader: Leader) -> None:
@@ -648,7 +648,7 @@ async def test_a_request_that_is_found_lost_while_its_end_is_decided_is_led_unti
     await leader.turn(worker.reports(worker.progress("r", 1, 8, end=STOP)))
     for _ in range(2):
         await leader.turn()
-    assert list(leader.loop.clients.live) == ["r"], "the record did not have it when its end was written"
+    assert list(leader.loop.working_copy.live) == ["r"], "the record did not have it when its end was written"
     assert leader.counted("r") == 1
     await leader.turn(worker.reports(worker.progress("r", 1, 8, end=STOP)))
     await leader.turn()
@@ -753,7 +753,7 @@ async def test_no_grace_ends_while_other_clients_still_come_back(leader: Leader)
         leader.now_s += grace_s
         await leader.turn()
     await leader.turn()
-    assert list(leader.loop.clients.live) == ["first", "second"]
+    assert list(leader.loop.working_copy.live) == ["first", "second"]
 
 
 async def test_a_grace_does_not_end_because_the_record_was_away(leader: Leader) -> None:
@@ -804,7 +804,7 @@ async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader)
 
     leader.now_s += 1.0
     ended = []
-    while leader.loop.clients.live:
+    while leader.loop.working_copy.live:
         await leader.turn()
         ended.append(len(leader.ends))
 
@@ -822,7 +822,7 @@ async def test_other_timers_do_not_wait_for_requests_that_end_together(leader: L
     await leader.turn()
 
     assert len(ran) == 1
-    assert leader.loop.clients.live
+    assert leader.loop.working_copy.live
 
 
 async def test_a_request_that_a_gateway_restores_survives_a_write_back_before_it_is_answered(
@@ -871,7 +871,7 @@ async def test_a_retry_takes_no_key_from_a_request_that_is_being_restored(leader
     await leader.turn(leader.submits("r", restores=True, shown_ids=[7], **key))
 
     assert [answer.accepted.request_id for answer in leader.answers] == ["r"]
-    assert list(leader.loop.clients.live) == ["r"]
+    assert list(leader.loop.working_copy.live) == ["r"]
 
 
 async def test_what_workers_bring_back_waits_for_room(leader: Leader) -> None:
@@ -880,13 +880,13 @@ async def test_what_workers_bring_back_waits_for_room(leader: Leader) -> None:
     await leader.turn(leader.submits("new"))
     held = [held_by_a_worker(request_id, [7], "an earlier record") for request_id in ("r1", "r2")]
     await leader.turn(leader.workers[0].opens(held=held))
-    assert list(leader.loop.clients.live) == ["new"]
+    assert list(leader.loop.working_copy.live) == ["new"]
 
     for ending, led in (("new", "r1"), ("r1", "r2")):
         await leader.cancel(ending)
         leader.now_s += RETRY_STORE_MS / 1000
         await leader.turn()
-        assert list(leader.loop.clients.live) == [led]
+        assert list(leader.loop.working_copy.live) == [led]
         assert await leader.recorded(led) == (7,)
 
 
@@ -902,7 +902,7 @@ async def test_a_record_that_does_not_answer_is_tried_once_a_turn_for_what_worke
 
     leader.now_s += RETRY_STORE_MS / 1000
     await leader.turn()
-    assert len(leader.loop.clients.live) == count
+    assert len(leader.loop.working_copy.live) == count
 
 
 def held_by_a_worker(request_id: str, tokens: Sequence[int], incarnation: str) -> worker_pb.HeldRequest:
@@ -962,7 +962,7 @@ async def test_a_request_is_restored_though_no_worker_that_has_come_could_hold_i
 
     await leader.turn(leader.submits("new"), leader.submits("r", restores=True, shown_ids=[7]))
 
-    assert list(leader.loop.clients.live) == ["r"]
+    assert list(leader.loop.working_copy.live) == ["r"]
     assert await leader.recorded("r") == (7,)
 
 
@@ -981,7 +981,7 @@ async def test_a_retry_that_comes_as_the_deadline_passes_is_a_new_request(
         await leader.turn()
 
     assert leader.ends == {"early": gateway_pb.RequestEnd.KIND_DEADLINE}
-    assert list(leader.loop.clients.live) == ["retry"]
+    assert list(leader.loop.working_copy.live) == ["retry"]
     assert [answer.accepted.request_id for answer in leader.answers] == ["early", "retry"]
 
 
@@ -993,7 +993,7 @@ async def test_a_retry_whose_gateway_leaves_as_the_deadline_passes_leaves_no_req
     for _ in range(3):
         await leader.turn()
 
-    assert leader.loop.clients.live == {}
+    assert leader.loop.working_copy.live == {}
 
 
 async def test_a_request_survives_a_write_back_while_another_one_gets_more_time(leader: Leader) -> None:
