@@ -40,6 +40,8 @@ from scheduler_svc.wire.replies import AttachFailure, Refusal, Refused
 log = get_logger(__name__)
 
 T = TypeVar("T")
+Admissible = tuple[GatewaySession, Submission, NewRequest]
+"""A checked submission, and the request as the record takes it."""
 
 MOST_TENANT_TURNS = 1024
 """Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
@@ -214,8 +216,37 @@ class Clients:
 
     async def admit(self, turn: Turn) -> None:
         """Write this turn's submissions to the record; only those that it takes are accepted."""
+        admissible = self._admissible(turn)
+        if not admissible:
+            return
+        # All earlier lease epochs of the request were smaller than the time in seconds. Of several streams of
+        # one request, the one that was shown the most counts.
+        shown = {
+            submission.request_id: Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
+            for submission in sorted(
+                (one for _, one, _ in admissible if one.restores), key=lambda one: len(one.shown_ids)
+            )
+        }
+        try:
+            results = await self._submit([new for _, _, new in admissible], shown)
+            self._outage.wrote()
+        except StoreUnavailable as error:
+            self._outage.began(error)
+            self._refuse_unanswered(turn, admissible, shown, str(error))
+            return
+        for (session, submission, new), result in zip(admissible, results, strict=True):
+            self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
+        # Afterwards: a write-back ends what the record has and the working copy lacks.
+        for (_, _, new), result in zip(admissible, results, strict=True):
+            live = self._working_copy.live.get(result.request_id)
+            attached = result.status is SubmitStatus.ATTACHED
+            if live is not None and attached and not _is_out_of_time(live, turn.now_s):
+                await self._give_time(live, new.deadline_unix_ms)
+
+    def _admissible(self, turn: Turn) -> list[Admissible]:
+        """Return the submissions of a turn that can be written to the record, and refuse the others."""
         unix_ms = round(turn.now_s * 1000)
-        admitted: list[tuple[GatewaySession, Submission, NewRequest]] = []
+        admissible: list[Admissible] = []
         for session, submission in turn.submits:
             try:
                 checks.check_submission(submission.message, self._limit_tokens(submission))
@@ -226,49 +257,25 @@ class Clients:
                 continue
             new = self._new_request(submission, unix_ms)
             if new.request_id in self._working_copy.doubtful:  # its withdrawal may be executed later
-                _refuse(
-                    session,
-                    submission,
-                    Refusal.STORE_UNAVAILABLE,
-                    "an earlier submission of this request is not settled",
-                    RETRY_STORE_MS,
-                )
-                continue
-            if new.deadline_unix_ms is not None and new.deadline_unix_ms <= unix_ms:
+                detail = "an earlier submission of this request is not settled"
+                _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
+            elif new.deadline_unix_ms is not None and new.deadline_unix_ms <= unix_ms:
                 _refuse(session, submission, Refusal.EXPIRED, "the deadline passed before acceptance")
-                continue
-            admitted.append((session, submission, new))
-        if not admitted:
-            return
-        # All earlier lease epochs of the request were smaller than the time in seconds. Of several streams of
-        # one request, the one that was shown the most counts.
-        shown = {
-            submission.request_id: Shown(submission.shown_ids, lease_epoch=int(turn.now_s))
-            for submission in sorted(
-                (one for _, one, _ in admitted if one.restores), key=lambda one: len(one.shown_ids)
-            )
-        }
-        try:
-            results = await self._submit([new for _, _, new in admitted], shown)
-            self._outage.wrote()
-        except StoreUnavailable as error:
-            self._outage.began(error)
-            for session, submission, new in admitted:
-                if new.request_id not in self._working_copy.live:
-                    if new.request_id in shown:
-                        self._restore_later(turn, Restored("gateway", submission, new, shown[new.request_id]))
-                    else:
-                        self._working_copy.doubtful.add(new.request_id)
-                _refuse(session, submission, Refusal.STORE_UNAVAILABLE, str(error), RETRY_STORE_MS)
-            return
-        for (session, submission, new), result in zip(admitted, results, strict=True):
-            self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
-        # Afterwards: a write-back ends what the record has and the working copy lacks.
-        for (_, _, new), result in zip(admitted, results, strict=True):
-            live = self._working_copy.live.get(result.request_id)
-            attached = result.status is SubmitStatus.ATTACHED
-            if live is not None and attached and not _is_out_of_time(live, turn.now_s):
-                await self._give_time(live, new.deadline_unix_ms)
+            else:
+                admissible.append((session, submission, new))
+        return admissible
+
+    def _refuse_unanswered(
+        self, turn: Turn, unanswered: Sequence[Admissible], shown: Mapping[str, Shown], detail: str
+    ) -> None:
+        """Refuse submissions to which the record did not answer. It may hold them all the same."""
+        for session, submission, new in unanswered:
+            if new.request_id not in self._working_copy.live:
+                if new.request_id in shown:
+                    self._restore_later(turn, Restored("gateway", submission, new, shown[new.request_id]))
+                else:
+                    self._working_copy.doubtful.add(new.request_id)
+            _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
 
     def _new_request(self, submission: Submission, unix_ms: int) -> NewRequest:
         """Return a checked submission as the record takes it: without the words of its prompt if nothing is
