@@ -17,8 +17,9 @@ with needs("scheduler"):
     from scheduler_svc.leader.leadership import Leadership
     from scheduler_svc.record import open_record
     from scheduler_svc.roles import ClientRoles
+    from scheduler_svc.rpc.admin import Admin
     from scheduler_svc.rpc.autoscaling import ExternalScaler
-    from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
+    from scheduler_svc.rpc.links import GatewayLink, WorkerLink
     from scheduler_svc.settings import SchedulerSettings
     from scheduler_svc.store.errors import SchemaMismatch
     from scheduler_svc.store.records import Limits

@@ -18,7 +18,7 @@ from laps_sd.service.leader_link import COLUMNS_VERSION, PROTOCOL_VERSIONS
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import gateway_link_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc.rpc import service
+from scheduler_svc.rpc import links
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.keys import SCHEMA_VERSION, Keys
 from tests.services.scheduler.peers import (
@@ -147,7 +147,7 @@ async def ended(module: str, **settings: Any) -> tuple[int, str]:
 async def test_a_worker_process_that_is_refused_ends_with_that_sentence(
     scheduler: SchedulerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "PROTOCOL_VERSIONS", (9, 8))
+    monkeypatch.setattr(links, "PROTOCOL_VERSIONS", (9, 8))
 
     code, told = await ended("worker_svc", engine="fake", scheduler_seeds=scheduler.address)
 

@@ -23,8 +23,9 @@ from laps_sd.v1 import worker_link_pb2 as worker_pb
 from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc.__main__ import steady_unix_clock
 from scheduler_svc.leader.leadership import Leadership
+from scheduler_svc.rpc.admin import Admin
 from scheduler_svc.rpc.autoscaling import ExternalScaler
-from scheduler_svc.rpc.service import Admin, GatewayLink, WorkerLink
+from scheduler_svc.rpc.links import GatewayLink, WorkerLink
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.records import Limits
 from scheduler_svc.store.store import Store
