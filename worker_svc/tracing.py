@@ -132,7 +132,7 @@ class RoundTraces:
                 "laps_sd.prefilled_tokens": group.prefilled,
                 "laps_sd.cached_tokens": group.cached,
             }
-        self._tracing.draw(group.name, traced.run, group.began_s, group.ended_s, attributes)
+        self._tracing.emit(group.name, traced.run, group.began_s, group.ended_s, attributes)
 
 
 def _is_full(group: _Group) -> bool:

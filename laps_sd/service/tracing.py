@@ -16,8 +16,8 @@ below a lease finds its parent, even if another scheduler emits that parent in t
     tracing = Tracing("scheduler", "http://127.0.0.1:4317")        # an empty endpoint: no spans, no library
     parent = parent_of(traceparent)                                # None if the trace is not recorded
     if tracing.on and parent is not None:
-        span = tracing.draw("queue", parent, 0.0, 0.5, {"laps_sd.request_id": "s0.1"})
-        tracing.draw("below", span, 0.1, 0.2)
+        span = tracing.emit("queue", parent, 0.0, 0.5, {"laps_sd.request_id": "s0.1"})
+        tracing.emit("below", span, 0.1, 0.2, {})
 
 Prompts and outputs never go into a span. The libraries are needed only if an endpoint is configured
 (`pip install laps-sd[otel]`), and OTEL_* variables have their usual effect.
@@ -138,7 +138,7 @@ class Tracing:
         """Return whether spans are emitted."""
         return self.tracer is not None
 
-    def draw(
+    def emit(
         self,
         name: str,
         parent: Parent,
@@ -154,7 +154,7 @@ class Tracing:
 
         `error`: the reason, if it failed.
         """
-        assert self.tracer is not None, "asked before drawing"
+        assert self.tracer is not None, "see `on`"
         from opentelemetry.trace import Status, StatusCode
 
         self._ids.given = span_id

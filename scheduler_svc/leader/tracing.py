@@ -56,7 +56,7 @@ class RequestTrace:
             if (last.epoch, last.worker_id) == (lease_epoch, worker_id):
                 return
             last.ended_s = now_s
-            self._tracing.draw(
+            self._tracing.emit(
                 "run",
                 self.request,
                 last.began_s,
@@ -103,7 +103,7 @@ class RequestTraces:
         """Emit the remaining spans of the request, whose last lease is over."""
         arrived_s = facts.arrival_s
         named = {"laps_sd.request_id": facts.request_id}
-        self._tracing.draw(
+        self._tracing.emit(
             "request",
             trace.call,
             arrived_s,
@@ -127,11 +127,11 @@ class RequestTraces:
             error=detail if end is End.ERROR else None,
         )
         queued_until_s = now_s if started_s is None else started_s
-        self._tracing.draw("queue", trace.request, arrived_s, queued_until_s, named)
+        self._tracing.emit("queue", trace.request, arrived_s, queued_until_s, named)
         for lease in trace.leases:
             for began_s, ended_s, why in pauses(story, lease.began_s, lease.ended_s or now_s):
                 attributes = {**named, "laps_sd.reason": why}
-                self._tracing.draw("paused", trace.run(lease.epoch), began_s, ended_s, attributes)
+                self._tracing.emit("paused", trace.run(lease.epoch), began_s, ended_s, attributes)
 
 
 def pauses(story: Sequence[StoryLine], began_s: float, ended_s: float) -> Iterator[tuple[float, float, str]]:

@@ -63,7 +63,7 @@ def test_a_collector_that_does_not_answer_does_not_hold_up_the_stop() -> None:
     pytest.importorskip("opentelemetry.sdk")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracing = Tracing("gateway", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        tracing.draw("chat", Parent(1, 2), 0.0, 1.0, {})
+        tracing.emit("chat", Parent(1, 2), 0.0, 1.0, {})
 
         tracing.close()
 
