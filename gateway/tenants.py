@@ -36,7 +36,6 @@ from laps_sd.errors import (
     StartupError,
     Unauthenticated,
 )
-from laps_sd.service.advice import StreamTurns, Turns
 from laps_sd.service.files import read_bounded
 from laps_sd.service.keys import (
     ANONYMOUS,
@@ -45,6 +44,7 @@ from laps_sd.service.keys import (
     tenant_name_problem,
 )
 from laps_sd.service.log import get_logger
+from laps_sd.service.retry_times import RetryTimes, StreamRetryTimes
 
 __all__ = [
     "ANONYMOUS",
@@ -182,7 +182,7 @@ class _Bucket:
         self._allowance: float | None = None
         """Calls that may come at once; None: full."""
         self._counted_at = 0.0
-        self._refused = Turns()
+        self._refused = RetryTimes()
 
     def take(self, count: int, full: float, per_s: float, now: float) -> float:
         """Take `count` calls; return 0, or the seconds after which they may be tried again. A full bucket may
@@ -204,7 +204,7 @@ class _Account:
         self.open = 0
         self.requests = _Bucket()
         self.calls = _Bucket()
-        self.refused = StreamTurns()
+        self.refused = StreamRetryTimes()
         """Retry times of calls refused by the tenant's limit of open streams."""
 
 

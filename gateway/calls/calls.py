@@ -45,7 +45,7 @@ from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
-from laps_sd.service.advice import StreamTurns
+from laps_sd.service.retry_times import StreamRetryTimes
 from laps_sd.service.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
@@ -89,7 +89,7 @@ class Calls:
         """Taken while Detokenize makes the text of a long output: one at a time, so that threads are left for prompts."""
         self._open = 0
         """Outputs of the calls that are admitted, also before their streams are open."""
-        self._refused = StreamTurns()
+        self._refused = StreamRetryTimes()
         """Retry times of calls refused by the limit of open streams."""
 
     @property

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from laps_sd.contract.ends import End
 from laps_sd.errors import InvalidArgument
-from laps_sd.service.advice import Turns
 from laps_sd.service.log import get_logger
+from laps_sd.service.retry_times import RetryTimes
 from scheduler_svc import metrics
 from scheduler_svc.core.events import Arrived, EndRequested
 from scheduler_svc.core.scheduler import Scheduler
@@ -43,7 +43,7 @@ T = TypeVar("T")
 Admissible = tuple[GatewaySession, Submission, NewRequest]
 """A checked submission, and the request as the record takes it."""
 
-MOST_TENANT_TURNS = 1024
+MOST_TENANT_RETRIES = 1024
 """Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
 RETRY_STORE_MS = 1000
 """Milliseconds after which what the record did not answer to is tried again, by gateways and here."""
@@ -86,10 +86,10 @@ class Clients:
         self._outage = outage
         self._still_coming_until_s = 0.0
         """Time until which clients of a lost gateway or leader are expected to come back."""
-        self._turns = Turns()
-        """Turns of the requests that a full queue refused."""
-        self._tenant_turns: dict[str, Turns] = {}
-        """Turns, by tenant, of the requests that were refused because their tenant has too many."""
+        self._retries = RetryTimes()
+        """Retry times of the requests that a full queue refused."""
+        self._tenant_retries: dict[str, RetryTimes] = {}
+        """Retry times by tenant, of the requests that were refused because their tenant has too many."""
 
     # Refusals, and the grace of requests without a client.
 
@@ -375,7 +375,7 @@ class Clients:
                 )
             case SubmitStatus.QUEUE_FULL:
                 each_s = self._retry_after_s()
-                wait_s = self._turns.next_s(turn.now_s, each_s, each_s)
+                wait_s = self._retries.next_s(turn.now_s, each_s, each_s)
                 _refuse(session, submission, Refusal.QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
             case SubmitStatus.ELSEWHERE:
                 detail = f"shard {result.shard} decides about the idempotency key"
@@ -383,17 +383,17 @@ class Clients:
             case SubmitStatus.TENANT_FULL:
                 limit = self._settings.max_requests_per_tenant
                 detail = f"the tenant has {limit} unfinished requests, which is its limit"
-                wait_s = self._tenant_turn_s(new.tenant, limit, turn.now_s)
+                wait_s = self._tenant_retry_s(new.tenant, limit, turn.now_s)
                 _refuse(session, submission, Refusal.TENANT_FULL, detail, round(wait_s * 1000))
 
-    def _tenant_turn_s(self, tenant: str, limit: int, now_s: float) -> float:
+    def _tenant_retry_s(self, tenant: str, limit: int, now_s: float) -> float:
         """Return when a tenant at its limit has room for this request, if its requests end as often as those
         of others.
         """
-        if len(self._tenant_turns) >= MOST_TENANT_TURNS:
-            self._tenant_turns.clear()
+        if len(self._tenant_retries) >= MOST_TENANT_RETRIES:
+            self._tenant_retries.clear()
         each_s = self._retry_after_s() * len(self._working_copy.live) / limit
-        return self._tenant_turns.setdefault(tenant, Turns()).next_s(now_s, each_s, each_s)
+        return self._tenant_retries.setdefault(tenant, RetryTimes()).next_s(now_s, each_s, each_s)
 
     def _enter(
         self,
