@@ -11,7 +11,7 @@ from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.ends import End
 from laps_sd.errors import DeadlineExceeded
 from laps_sd.service.ends import FINISH_REASONS, end_of_kind
-from laps_sd.service.specifications import skips_special_tokens
+from laps_sd.service.text_parameters import skips_special_tokens
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 

@@ -27,7 +27,7 @@ from gateway.links.refusals import PASSING_REASONS, refusal_error
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState
 from laps_sd.contract.limits import TEN_YEARS_S
 from laps_sd.errors import LapsSdError, NotFound, Unavailable
-from laps_sd.service.specifications import text_parameters
+from laps_sd.service.text_parameters import text_parameters
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 

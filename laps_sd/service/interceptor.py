@@ -27,7 +27,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted, details_metadata
-from laps_sd.service.fields import check_fields
+from laps_sd.service.field_count import check_fields
 from laps_sd.service.log import get_logger
 
 __all__ = ["MAX_OPEN_MESSAGE_BYTES", "OPEN_METHODS", "Authorize", "CallGuard"]
@@ -87,7 +87,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
     ) -> None:
-        """Create a guard. `max_fields`: see `laps_sd.service.fields`; None: fields are not counted."""
+        """Create a guard. `max_fields`: see `laps_sd.service.field_count`; None: fields are not counted."""
         self._authorize = authorize
         self._open_methods = tuple(open_methods)
         self._open_reads: dict[asyncio.Timeout, None] = {}

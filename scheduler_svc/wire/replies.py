@@ -14,7 +14,7 @@ from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service import ends
-from laps_sd.service.specifications import text_parameters
+from laps_sd.service.text_parameters import text_parameters
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb

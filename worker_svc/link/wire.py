@@ -12,7 +12,7 @@ from laps_sd.contract.length_probe import LearntProbe, ProbeKind, problem_with
 from laps_sd.contract.sampling import LEAST_TEMPERATURE
 from laps_sd.service import ends
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
-from laps_sd.service.specifications import skips_special_tokens
+from laps_sd.service.text_parameters import skips_special_tokens
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import inference_pb2 as public_pb
 from laps_sd.v1 import worker_link_pb2 as pb

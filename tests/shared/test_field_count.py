@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from gateway.api.openai.body import read_body
 from laps_sd.errors import InvalidArgument
-from laps_sd.service.fields import check_fields
+from laps_sd.service.field_count import check_fields
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import open_inference_pb2 as oip
 from tests.system.hostile import (
