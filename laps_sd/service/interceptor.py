@@ -164,8 +164,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception as error:
-                end = _end_of(error, method)
-            return await _end(context, end)
+                failure = _failure_of(error, method)
+            return await _abort(context, failure)
 
         return guarded
 
@@ -192,10 +192,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
                 raise
             except Exception as error:
-                end = _end_of(error, method)
+                failure = _failure_of(error, method)
             finally:
                 await items.aclose()
-            await _end(context, end)
+            await _abort(context, failure)
 
         return guarded
 
@@ -275,7 +275,7 @@ def _refusing(refusal: LapsSdError, method: str) -> Handler:
     """Return a handler that ends the call with this error, whatever the type of the method."""
 
     async def refuse(requests: Any, context: Context) -> None:
-        await _end(context, _end_of(refusal, method))
+        await _abort(context, _failure_of(refusal, method))
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -301,23 +301,23 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
-End: TypeAlias = "tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]"
+Failure: TypeAlias = "tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]"
 """Status, message and trailing metadata of a call that failed."""
 
 
-async def _end(context: Context, end: End) -> None:
+async def _abort(context: Context, failure: Failure) -> None:
     """Abort the call; never return normally.
 
     If gRPC refuses the abort, the call has just ended by itself, which is not an error of the server.
     """
-    code, message, trailing_metadata = end
+    code, message, trailing_metadata = failure
     try:
         await context.abort(code, message, trailing_metadata=trailing_metadata)
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
 
 
-def _end_of(error: Exception, method: str) -> End:
+def _failure_of(error: Exception, method: str) -> Failure:
     """Return the status and metadata with which a call ends after this error."""
     if isinstance(error, grpc.aio.InternalError):
         # gRPC refused a read or a write: the call has ended before the event loop noticed.

@@ -35,7 +35,7 @@ from scheduler_svc.wire.gateway_messages import (
     Submission,
     from_gateway,
 )
-from scheduler_svc.wire.replies import AttachFailure, Refusal, Refused
+from scheduler_svc.wire.replies import AttachFailure, Refusal, SubmitRefused
 
 log = get_logger(__name__)
 
@@ -93,7 +93,7 @@ class Clients:
 
     # Refusals, and the grace of requests without a client.
 
-    def refusal(self) -> Refused | None:
+    def refusal(self) -> SubmitRefused | None:
         """Return the reason for which any new request would be refused now; None where one within the limits
         would be accepted.
 

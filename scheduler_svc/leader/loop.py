@@ -76,7 +76,7 @@ from scheduler_svc.leader.turn import (
 from scheduler_svc.leader.working_copy import WorkingCopy
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.batch import Batch, Pending
-from scheduler_svc.store.records import ON_RECORD, PromptLogprobs, TransitionStatus
+from scheduler_svc.store.records import ON_RECORD, PackedPromptLogprobs, TransitionStatus
 from scheduler_svc.store.store import Store
 from scheduler_svc.wire import replies, reports
 
@@ -409,7 +409,7 @@ class Loop:
             if one.lease_epoch == live.lease_epoch:
                 live.record_logprobs(one.position, one.logprobs)
                 if packed := live.record_prompt_logprobs(one.prompt_logprobs):
-                    found = PromptLogprobs(one.request_id, one.lease_epoch, packed)
+                    found = PackedPromptLogprobs(one.request_id, one.lease_epoch, packed)
                     turn.prompt_logprobs.append(found)
         if not take_reported(self.working_copy.live, event, turn.now_s, turn.taken):
             turn.needs_core.add(session)
@@ -572,7 +572,7 @@ class Loop:
         self,
         decided: Sequence[Transition],
         taken: Sequence[Commit],
-        prompt_logprobs: Sequence[PromptLogprobs],
+        prompt_logprobs: Sequence[PackedPromptLogprobs],
     ) -> tuple[list[TransitionStatus], dict[str, TransitionStatus]]:
         """Write all, and retry: while the record is away nothing is shown and nothing is decided. Return the
         answers to the transitions, and requests that the record was found to have lost.

@@ -13,7 +13,7 @@ from scheduler_svc.core.commands import Command, Commit, Finish, Lease, Release
 from scheduler_svc.core.events import Event
 from scheduler_svc.leader.live import Live
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
-from scheduler_svc.store.records import NewRequest, PromptLogprobs, Shown
+from scheduler_svc.store.records import NewRequest, PackedPromptLogprobs, Shown
 from scheduler_svc.wire.gateway_messages import Attach, Cancel, Detach, GatewayMessage, Submission
 from scheduler_svc.wire.reports import WorkerHello, WorkerMessage
 from scheduler_svc.wire.requests import Offer
@@ -136,7 +136,7 @@ class Turn:
     """Submissions that the record answered with a request that is not led here, and its id."""
     taken: list[Commit] = field(default_factory=list)
     """Reported tokens that this turn writes before the core has them."""
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PackedPromptLogprobs] = field(default_factory=list)
     """Reported logprobs of prompts, which this turn writes too."""
     acknowledge: dict[WorkerSession, int] = field(default_factory=dict)
     """Newest report of each worker that can be acknowledged once this turn is on the record."""

@@ -26,7 +26,7 @@ from scheduler_svc.store.keys import SHARD_TTL_S
 from scheduler_svc.store.log import number_of, pack_entry, pack_row
 from scheduler_svc.store.records import (
     ON_RECORD,
-    PromptLogprobs,
+    PackedPromptLogprobs,
     StoredRequest,
     TransitionStatus,
 )
@@ -121,7 +121,7 @@ class Batch:
         """Append tokens; with an end, finish in the same transition. STALE: other lease epoch or position."""
         return self._queue(commits, _Encoder.commit)
 
-    def keep_prompt_logprobs(self, found: Sequence[PromptLogprobs]) -> Pending[list[TransitionStatus]]:
+    def keep_prompt_logprobs(self, found: Sequence[PackedPromptLogprobs]) -> Pending[list[TransitionStatus]]:
         """Keep what workers have found of prompts, until the requests expire: before everything else of the batch, so
         that the record has it if it has the tokens that came with it. STALE: other lease epoch.
         """

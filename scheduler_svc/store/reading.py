@@ -108,7 +108,7 @@ class Reader:
         """Yield the ids of all unfinished requests in the order of arrival, READ_CHUNK at a time."""
         newest = 0.0
         while True:
-            async with self._transport.reached():
+            async with self._transport.exchange():
                 index = await self._transport.client.zrangebyscore(
                     self._keys.unfinished(), f"({newest}", "+inf", start=0, num=_INDEX_CHUNK, withscores=True
                 )
@@ -128,7 +128,7 @@ class Reader:
         entries: list[tuple[bytes, dict[bytes, bytes]]] = []
         while True:
             after = f"({entries[-1][0].decode()}" if entries else "-"
-            async with self._transport.reached():
+            async with self._transport.exchange():
                 some = await self._transport.client.xrange(self._keys.log(), after, "+", count=_LOG_CHUNK)
             entries += some
             if len(some) < _LOG_CHUNK:
@@ -136,7 +136,7 @@ class Reader:
 
     async def _newest_entry(self) -> str:
         """Return the id of the newest entry that the log ever had; empty without a log."""
-        async with self._transport.reached():
+        async with self._transport.exchange():
             try:
                 info = await self._transport.client.xinfo_stream(self._keys.log())
             except redis_errors.ResponseError as error:
@@ -151,7 +151,7 @@ class Reader:
 
     async def count_unfinished(self) -> int:
         """Return the number of unfinished requests."""
-        async with self._transport.reached():
+        async with self._transport.exchange():
             return int(await self._transport.client.zcard(self._keys.unfinished()))
 
     async def reached(self, request_ids: Sequence[str]) -> list[Reached | None]:

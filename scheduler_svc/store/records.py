@@ -133,7 +133,7 @@ class StoredRequest(NewRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PackedPromptLogprobs:
     """Log probabilities of a prompt that the worker of a request has reported."""
 
     request_id: str

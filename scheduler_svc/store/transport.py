@@ -84,7 +84,7 @@ class Transport:
     # exchanges
 
     @contextlib.asynccontextmanager
-    async def reached(self) -> AsyncIterator[None]:
+    async def exchange(self) -> AsyncIterator[None]:
         """Bound the time of an exchange with the server and translate its errors; used around every exchange.
 
         The client's own timeouts are off. They can swallow the cancellation of the calling task
@@ -105,14 +105,14 @@ class Transport:
 
     async def ping(self) -> None:
         """Return if the record can be reached; otherwise raise StoreUnavailable."""
-        async with self.reached():
+        async with self.exchange():
             await self.client.ping()
 
     async def server_time_s(self) -> float | None:
         """Return the server's clock, in Unix seconds; None where the user may not run INFO. Raises
         StoreUnavailable.
         """
-        async with self.reached():
+        async with self.exchange():
             try:
                 found = await self.client.info("server")
             except redis_errors.NoPermissionError:
@@ -121,7 +121,7 @@ class Transport:
 
     async def get(self, key: str) -> bytes | None:
         """Return a string of the record; None without one."""
-        async with self.reached():
+        async with self.exchange():
             value: bytes | None = await self.client.get(key)
         return value
 
@@ -131,7 +131,7 @@ class Transport:
         """
         # As in `_replies`, the client's own pipeline would cost more than all the rest.
         replies = await self._send([_packed(*command) for command in commands], self._servers.pool)
-        async with self.reached():
+        async with self.exchange():
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
@@ -139,7 +139,7 @@ class Transport:
 
     async def fields(self, keys: Sequence[str], *names: str) -> list[list[bytes | None]]:
         """Return these fields of each of the hashes."""
-        async with self.reached(), self.client.pipeline(transaction=False) as pipeline:
+        async with self.exchange(), self.client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.hmget(key, *names)
             found: list[list[bytes | None]] = await pipeline.execute()
@@ -168,7 +168,7 @@ class Transport:
             # Calls that ran before the slot moved answer that they have run. A shard's keys all move
             # together.
             self._servers.prefer(moved)
-            async with self.reached():
+            async with self.exchange():
                 await self._servers.pool.disconnect(inuse_connections=False)
             replies = await self._replies(calls, self._servers.pool, leading=leading)
         _raise_errors(replies)
@@ -224,7 +224,7 @@ class Transport:
         if leading and self._wait_replicas:
             wait_ms = max(1, int(self.timeout_s * 1000 / 2))
             packed = [*packed, _packed("WAIT", self._wait_replicas, wait_ms)]
-        async with self.reached():
+        async with self.exchange():
             connection = await pool.get_connection()
             try:
                 if leading and not self.is_trusted:

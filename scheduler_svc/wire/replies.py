@@ -25,7 +25,7 @@ GatewayReply = gateway_pb.GatewayLinkReply
 WorkerReply = worker_pb.WorkerLinkReply
 RequestEnd = gateway_pb.RequestEnd
 """End of a request as its clients receive it."""
-Refused = gateway_pb.SubmitRefused
+SubmitRefused = gateway_pb.SubmitRefused
 ShardLoad = gateway_pb.ShardLoad
 TokenLogprobs = pb.TokenLogprobs
 """Logprobs of one token, passed on unread."""
@@ -44,13 +44,13 @@ be larger than its prompt.
 class Refusal(enum.Enum):
     """Reason for which a submission is refused."""
 
-    QUEUE_FULL = Refused.REASON_QUEUE_FULL
-    TENANT_FULL = Refused.REASON_TENANT_FULL
-    KEY_CONFLICT = Refused.REASON_KEY_CONFLICT
-    STORE_UNAVAILABLE = Refused.REASON_STORE_UNAVAILABLE
-    EXPIRED = Refused.REASON_EXPIRED
-    INVALID = Refused.REASON_INVALID
-    KEY_ELSEWHERE = Refused.REASON_KEY_ELSEWHERE
+    QUEUE_FULL = SubmitRefused.REASON_QUEUE_FULL
+    TENANT_FULL = SubmitRefused.REASON_TENANT_FULL
+    KEY_CONFLICT = SubmitRefused.REASON_KEY_CONFLICT
+    STORE_UNAVAILABLE = SubmitRefused.REASON_STORE_UNAVAILABLE
+    EXPIRED = SubmitRefused.REASON_EXPIRED
+    INVALID = SubmitRefused.REASON_INVALID
+    KEY_ELSEWHERE = SubmitRefused.REASON_KEY_ELSEWHERE
 
 
 class AttachFailure(enum.Enum):
@@ -66,16 +66,16 @@ class AttachFailure(enum.Enum):
 
 def refused(
     reason: Refusal, detail: str, retry_after_ms: int = 0, *, shard: str = "", field: str = ""
-) -> Refused:
+) -> SubmitRefused:
     """Return a refusal. `retry_after_ms`: when to try again, 0 for no advice; `shard`: the shard to submit
     to; `field`: the field that is out of bounds.
     """
-    return Refused(
+    return SubmitRefused(
         reason=reason.value, detail=detail, retry_after_ms=retry_after_ms, shard=shard, field=field
     )
 
 
-def submission_refused(submission_id: int, refused: Refused) -> GatewayReply:
+def submission_refused(submission_id: int, refused: SubmitRefused) -> GatewayReply:
     """Return the answer to a submission that is refused."""
     reply = gateway_pb.SubmitReply(submission_id=submission_id, refused=refused)
     return GatewayReply(submit_reply=reply)
@@ -224,7 +224,7 @@ def shard_load(
     workers: int,
     gateways: int,
     kv_usage: float,
-    refuses: Refused | None,
+    refuses: SubmitRefused | None,
     capacity_tokens: int,
     vocabulary: bytes,
 ) -> ShardLoad:

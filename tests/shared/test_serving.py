@@ -251,8 +251,8 @@ async def test_an_error_told_to_a_call_that_has_just_ended_is_no_error_of_the_se
             raise cygrpc.ExecuteBatchError("execute_batch")
 
     with pytest.raises(asyncio.CancelledError):
-        await interceptor._end(
-            Gone(), interceptor._end_of(errors.DeadlineExceeded("the client's deadline passed"), "M")
+        await interceptor._abort(
+            Gone(), interceptor._failure_of(errors.DeadlineExceeded("the client's deadline passed"), "M")
         )
 
 

@@ -26,7 +26,7 @@ from scheduler_svc.store.records import (
     Leader,
     LeaderEpoch,
     Limits,
-    PromptLogprobs,
+    PackedPromptLogprobs,
     StoredRequest,
     SubmitResult,
     SubmitStatus,
@@ -630,7 +630,7 @@ class TestEnd:
         await lease(store)
         batch = Batch(store)
         tokens = batch.commit([a_commit()])
-        kept = batch.keep_prompt_logprobs([PromptLogprobs("r1", 1, b"values")])
+        kept = batch.keep_prompt_logprobs([PackedPromptLogprobs("r1", 1, b"values")])
         await batch.execute()
 
         assert (kept.result(), tokens.result()) == ([OK], [OK])
@@ -646,7 +646,7 @@ class TestEnd:
         with losing_answers(store) as sent:
             batch = Batch(store)
             batch.commit([a_commit()])
-            batch.keep_prompt_logprobs([PromptLogprobs("r1", 1, b"values")])
+            batch.keep_prompt_logprobs([PackedPromptLogprobs("r1", 1, b"values")])
             await batch.execute()
         [calls] = sent
         assert [call.script.name for call in calls] == ["prompt_logprobs", "append"]
@@ -664,7 +664,7 @@ class TestEnd:
         await accept(store, a_request())
         await lease(store)
 
-        found = PromptLogprobs(request_id, lease_epoch, b"values")
+        found = PackedPromptLogprobs(request_id, lease_epoch, b"values")
         assert await One(store).keep_prompt_logprobs(found) is answer
         assert (await read(store)).prompt_logprobs == b""
 
@@ -673,7 +673,7 @@ class TestEnd:
         await lease(store)
         assert await One(store).finish(a_finish()) is OK
 
-        assert await One(store).keep_prompt_logprobs(PromptLogprobs("r1", 1, b"values")) is GONE
+        assert await One(store).keep_prompt_logprobs(PackedPromptLogprobs("r1", 1, b"values")) is GONE
         assert (await read(store)).prompt_logprobs == b""
 
     async def test_log_probabilities_of_a_prompt_are_written_back(self, store: Store) -> None:
@@ -1195,7 +1195,7 @@ class TestLeadership:
             "lease": Lease("r1", "w2", 2),
             "release": Release("r1", 1),
             "restore": replace(stored, committed_ids=(1, 2)),
-            "keep_prompt_logprobs": PromptLogprobs("r1", 1, b"values"),
+            "keep_prompt_logprobs": PackedPromptLogprobs("r1", 1, b"values"),
         }
         batches = []
         for verb, command in old_batches.items():
