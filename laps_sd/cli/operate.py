@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laps_sd.cli import dial
+from laps_sd.cli.states import request_state, worker_state
 from laps_sd.cli.tables import Column, fitted, output_width
 from laps_sd.cli.timeline import timeline
 from laps_sd.cli.watch import EVERY_S, show, watch
@@ -55,8 +56,8 @@ def explain(
 
 
 def explanation_lines(e: pb.Explanation) -> list[str]:
-    """An explanation as a person reads it."""
-    state = pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower()
+    """Return an explanation as a person reads it."""
+    state = request_state(e.state)
     if e.state == pb.Explanation.STATE_ENDED:
         state += ", " + reason_text(e.finish_reason) + (f": {e.basis}" if e.basis else "")
     lines = [f"{e.request_id}  {state}" + (f" on {e.worker_id}" if e.worker_id else "")]
@@ -143,13 +144,11 @@ def queue(
 
 
 def queue_table(reply: admin_pb2.ListQueueResponse, width: int | None = None) -> Table:
-    """The queue as a person reads it, at most `width` wide; what the policy does not have is left out."""
+    """Return the queue as a person reads it, at most `width` wide; what the policy does not have is left out."""
     entries = reply.entries
     columns = [
         Column("request", [e.request_id for e in entries]),
-        Column(
-            "state", [pb.Explanation.State.Name(e.state).removeprefix("STATE_").lower() for e in entries], 1
-        ),
+        Column("state", [request_state(e.state) for e in entries], 1),
         Column("prio", [str(e.priority) for e in entries], 7),
         Column("ordered by", [e.ordered_by for e in entries], 5, shortest=16),
         Column("waiting s", [f"{e.waiting_s:.1f}" for e in entries], 2),
@@ -203,14 +202,13 @@ def workers(
 
 
 def workers_table(reply: admin_pb2.ListWorkersResponse, width: int | None = None) -> Table:
-    """The workers as a person reads them, at most `width` wide."""
+    """Return the workers as a person reads them, at most `width` wide."""
     found = reply.workers
-    states = ["gone" if not w.connected else "draining" if w.draining else "up" for w in found]
     return fitted(
         [
             Column("worker", [w.worker_name or w.worker_id for w in found]),
             Column("device", [w.device for w in found], 7, shortest=8),
-            Column("state", states, 1),
+            Column("state", [worker_state(w) for w in found], 1),
             Column("running", [f"{w.running}/{w.slots}" for w in found], 2),
             Column("listed", [str(w.listed) for w in found], 5),
             Column("free blocks", [f"{w.free_target_blocks}/{w.target_blocks}" for w in found], 6),

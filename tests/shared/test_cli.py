@@ -248,6 +248,14 @@ def test_explain_says_why_a_request_ended():
     assert with_reason[0] == "s0.a  ended, error: its KV cache does not fit into any worker"
 
 
+def test_a_state_that_only_a_later_version_knows_is_a_question_mark():
+    later = max(pb.Explanation.State.values()) + 1
+    queue = admin_pb2.ListQueueResponse(entries=[admin_pb2.QueueEntry(request_id="s0.a", state=later)])
+
+    assert explanation_lines(pb.Explanation(request_id="s0.a", state=later))[0] == "s0.a  ?"
+    assert "?" in drawn(queue_table(queue), 200)
+
+
 def test_explain_names_level_and_perceptible_where_the_policy_has_them():
     waits = pb.Explanation(
         request_id="s0.a", state=pb.Explanation.STATE_QUEUED, policy="fcfs", ahead=3, ordered_by="its turn"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from laps_sd.cli.states import request_state, worker_state
 from laps_sd.cli.top.source import Reading
 from laps_sd.v1 import admin_pb2
-from laps_sd.v1 import inference_pb2 as pb
 
 __all__ = ["REQUESTS", "WORKERS", "Head", "Key", "Row", "filtered", "plain", "requests", "summary", "workers"]
 
@@ -76,7 +76,7 @@ def requests(readings: Iterable[tuple[int, Reading]]) -> list[Row]:
         names = {worker.worker_id: _name(worker) for worker in reading.workers.workers}
         for place, entry in enumerate(reading.queue.entries, start=1):
             level = entry.level if entry.HasField("level") else None
-            state, worker = STATES.get(entry.state, "?"), entry.worker_id
+            state, worker = request_state(entry.state), entry.worker_id
             values = (
                 place,
                 plain(entry.request_id),
@@ -108,19 +108,13 @@ def requests(readings: Iterable[tuple[int, Reading]]) -> list[Row]:
     return rows
 
 
-STATES = {
-    state: pb.Explanation.State.Name(state).removeprefix("STATE_").lower()
-    for state in pb.Explanation.State.values()
-}
-
-
 def workers(readings: Iterable[tuple[int, Reading]]) -> list[Row]:
     """Return the workers of all shards."""
     rows = []
     for at, reading in readings:
         shard = plain(reading.shard.shard)
         for worker in reading.workers.workers:
-            state = "gone" if not worker.connected else "draining" if worker.draining else "up"
+            state = worker_state(worker)
             waiting = max(0, worker.listed - worker.running)
             cells = (
                 _name(worker),
