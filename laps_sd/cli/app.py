@@ -16,6 +16,7 @@ import typer
 
 from laps_sd import __version__
 from laps_sd.cli import chat, config, dial, generate, key, operate, up
+from laps_sd.cli.failures import with_next_step
 from laps_sd.cli.top.command import top
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import ConfigError
@@ -146,7 +147,7 @@ def run() -> NoReturn:
         # Shell completion looks for this name, however the program was started.
         app(prog_name="laps-sd", standalone_mode=True)
     except (grpc.RpcError, LapsSdError) as error:
-        sys.exit(f"laps-sd: {dial.with_next_step(error)}")
+        sys.exit(f"laps-sd: {with_next_step(error)}")
     except ConfigError as error:
         print("\n".join(f"laps-sd: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)

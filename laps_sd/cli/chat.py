@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from laps_sd.cli import ask, dial, generate
+from laps_sd.cli.failures import with_next_step, within
 from laps_sd.client import Stream
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.v1 import inference_pb2 as pb
@@ -101,12 +102,12 @@ def _handle_line(talk: Conversation, line: str, *, interactive: bool, timeout: f
         print(HELP, file=sys.stderr)
     elif line:
         try:
-            with dial.within(timeout):
+            with within(timeout):
                 answered = talk.send(line)
         except LapsSdError as error:
             if not interactive:
                 raise
-            print(f"laps-sd: {dial.with_next_step(error)}", file=sys.stderr)
+            print(f"laps-sd: {with_next_step(error)}", file=sys.stderr)
             answered = True
         if not (answered or interactive):
             raise typer.Exit(1)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import grpc
 import typer
 
 from laps_sd.client import Client
 from laps_sd.client.request import credentials
-from laps_sd.errors import LapsSdError, StartupError, describe
-from laps_sd.service.leader_link import Candidates, named_leader
+from laps_sd.errors import StartupError
 from laps_sd.service.wire import Tls, channel_options
 from laps_sd.stack.running import Running, running
 
@@ -123,15 +121,6 @@ LinkKeyOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-NOT_THE_LEADER = (
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-)
-"""Status codes after which another scheduler may answer; the last: one that is paused, or whose network is broken."""
-
-Reply = TypeVar("Reply")
 
 
 def gateway(given: str | None) -> str:
@@ -248,134 +237,3 @@ def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> Tls:
     if (cert is None) != (key is None):
         raise typer.BadParameter("--tls-cert and --tls-key come together")
     return Tls(ca=ca, cert=cert, key=key)
-
-
-class Leader:
-    """The leader of one shard. Its channel is kept from call to call; calls are made one at a time.
-
-    Methods may be called from any thread.
-    """
-
-    def __init__(self, seeds: str, tls: Tls) -> None:
-        """Take addresses of schedulers, host:port[,host:port ...]. Raises typer.BadParameter."""
-        self._seeds = [address.strip() for address in seeds.split(",") if address.strip()]
-        if not self._seeds:
-            raise typer.BadParameter("give at least one scheduler as host:port")
-        for address in self._seeds:
-            endpoint(address, tls)
-        self._tls = tls
-        self._calling = threading.Lock()
-        self._kept: tuple[str, grpc.Channel] | None = None
-        self.closed = False
-
-    @property
-    def seeds(self) -> str:
-        """Return the addresses to dial."""
-        return ",".join(self._seeds)
-
-    def call(self, call: Callable[[grpc.Channel], Reply]) -> Reply:
-        """Call the leader: the last one, then each address in turn, and those that standbys refer to. One
-        that does not answer in time is left for the next.
-
-        Raises grpc.RpcError.
-        """
-        with self._calling:
-            candidates = Candidates([*([self._kept[0]] if self._kept else []), *self._seeds])
-            last: grpc.RpcError | None = None
-            while (address := candidates.next_address()) is not None:
-                try:
-                    return call(self._channel_to(address))
-                except typer.BadParameter:  # the seeds are addresses: a standby referred to something else
-                    continue
-                except grpc.RpcError as error:
-                    code = error.code() if isinstance(error, grpc.Call) else None
-                    if code not in NOT_THE_LEADER:
-                        raise
-                    last = error
-                    if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
-                        candidates.refer(named_leader(error.details() or ""))
-            assert last is not None, "there is at least one address"
-            raise last
-
-    def _channel_to(self, address: str) -> grpc.Channel:
-        if self._kept is None or self._kept[0] != address:
-            before, self._kept = self._kept, (address, channel(address, self._tls))
-            if before is not None:
-                before[1].close()
-            if self.closed:
-                self._kept[1].close()
-        return self._kept[1]
-
-    def close(self) -> None:
-        """Close the channel. A call that is under way ends with CANCELLED, later ones with ValueError."""
-        self.closed = True
-        kept = self._kept
-        if kept is not None:
-            kept[1].close()
-
-
-def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
-    """Return what failed and, if the call reached the wrong server or none, what to do about it."""
-    sentence = _sentence(error)
-    if notes := getattr(error, "__notes__", ()):
-        return f"{sentence}. {' '.join(notes)}"
-    words = sentence.lower()
-    if "handshake" in words or "ssl_error" in words:
-        return (
-            f"the TLS handshake at the address failed ({sentence}). If the server speaks plain text, leave out grpcs:// "
-            "and --tls-ca, and unset LAPS_SD_TLS_CA or LAPS_SD_LINK_TLS_CA. --tls-ca names the CA of a private "
-            "certificate."
-        )
-    if "hostname verification" in words:
-        return f"the certificate of the server at the address is for another name ({sentence}): --tls-name gives it."
-    if "socket closed" in words and "failed to connect" in words:
-        return (
-            f"the server at the address closed the connection ({sentence}). Does it need TLS (grpcs://), or a client "
-            "certificate (--tls-cert)?"
-        )
-    if "failed parsing http/2" in words:
-        return f"the server at the address does not speak gRPC ({sentence}). Is it an HTTP or metrics port?"
-    if "failed to connect" in words:
-        return (
-            f"no server answers at the address ({sentence}). Is the system running? `laps-sd up` starts it."
-        )
-    code = _code_of(error)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"the server did not answer in time ({sentence}). Its log shows what it waits for."
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return (
-            f"the server at the address does not serve this call ({sentence}). A gateway (--url, usually port "
-            "50051) serves generate, chat and explain; a scheduler (--scheduler, usually port 50052) queue, "
-            "workers and drain."
-        )
-    return sentence
-
-
-def _sentence(error: grpc.RpcError | LapsSdError) -> str:
-    match error:
-        case LapsSdError(__cause__=grpc.RpcError() as call):
-            return describe(call)
-        case LapsSdError():
-            return f"{error.code.name}: {error}"
-        case _:
-            return describe(error)
-
-
-def _code_of(error: grpc.RpcError | LapsSdError) -> grpc.StatusCode | None:
-    if isinstance(error, LapsSdError):
-        return error.code
-    return error.code() if isinstance(error, grpc.Call) else None
-
-
-@contextmanager
-def within(timeout_s: float | None) -> Iterator[None]:
-    """Add a note to the error of a call whose deadline, set by --timeout, has passed."""
-    try:
-        yield
-    except (grpc.RpcError, LapsSdError) as error:
-        if timeout_s is not None and _code_of(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
-            error.add_note(
-                f"The deadline was --timeout {timeout_s:g} (seconds): give more, or --time-limit instead, "
-                "which ends the text in time and counts as success."
-            )
-        raise

@@ -11,6 +11,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from laps_sd.cli import ask, dial
+from laps_sd.cli.failures import within
 from laps_sd.client import Event
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
@@ -88,7 +89,7 @@ def generate(
             put_prompt(request, text, system=system, chat=chat)
         events = client.send(request, timeout_s=timeout)
         try:
-            with dial.within(timeout):
+            with within(timeout):
                 ended = print_json(events) if as_json else print_text(events)
         finally:
             events.close()

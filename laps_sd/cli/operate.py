@@ -20,6 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from laps_sd.cli import dial
+from laps_sd.cli.failures import with_next_step
+from laps_sd.cli.leader import Leader
 from laps_sd.cli.states import request_state, worker_state
 from laps_sd.cli.tables import Column, fitted, output_width
 from laps_sd.cli.timeline import timeline
@@ -231,8 +233,8 @@ class _Call(Protocol):
 
 @contextmanager
 def _admin(scheduler: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> Iterator[_Call]:
-    """Return what calls the leader of a shard; see `schedulers`, `tls_files` and `Leader.call` of `dial`."""
-    with closing(dial.Leader(dial.schedulers(scheduler), dial.tls_files(ca, cert, key))) as leader:
+    """Return what calls the leader of a shard; see `dial.schedulers`, `dial.tls_files` and `Leader.call`."""
+    with closing(Leader(dial.schedulers(scheduler), dial.tls_files(ca, cert, key))) as leader:
 
         def made(call: Callable[[admin_pb2_grpc.AdminStub], Reply]) -> Reply:
             return leader.call(lambda channel: call(admin_pb2_grpc.AdminStub(channel)))
@@ -264,7 +266,7 @@ def _print_json_lines(read: Callable[[], str], *, watched: bool) -> None:
             except grpc.RpcError as error:
                 if not watched:
                     raise
-                print(f"laps-sd: {dial.with_next_step(error)}", file=sys.stderr)
+                print(f"laps-sd: {with_next_step(error)}", file=sys.stderr)
             if not watched:
                 return
             time.sleep(EVERY_S)

@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from laps_sd.cli import dial, generate, operate
+from laps_sd.cli import generate, operate
+from laps_sd.cli.failures import with_next_step
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import PREFIX, unknown_sentences
 from laps_sd.service.cores import usable_cores
@@ -463,7 +464,7 @@ def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None
             api_key=api_key,
         )
     except (LapsSdError, OSError) as error:  # the system serves on without its demo
-        problem = str(error) if isinstance(error, OSError) else dial.with_next_step(error)
+        problem = str(error) if isinstance(error, OSError) else with_next_step(error)
         console.print(f"laps-sd: {problem}", markup=False, soft_wrap=True)
 
 

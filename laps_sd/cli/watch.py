@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from laps_sd.cli import dial
+from laps_sd.cli.failures import with_next_step
 
 __all__ = ["EVERY_S", "show", "watch"]
 
@@ -50,4 +50,4 @@ def _tried(read: Callable[[], Sequence[RenderableType]]) -> Sequence[RenderableT
     try:
         return read()
     except grpc.RpcError as error:
-        return [Text(f"laps-sd: {dial.with_next_step(error)}")]
+        return [Text(f"laps-sd: {with_next_step(error)}")]

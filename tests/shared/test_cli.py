@@ -28,6 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from laps_sd.cli import dial, main
+from laps_sd.cli.leader import Leader
 from laps_sd.cli.operate import explanation_lines, queue_table, workers_table
 from laps_sd.errors import LapsSdError
 from laps_sd.service.wire import Tls
@@ -485,7 +486,7 @@ def test_a_leader_that_was_found_is_called_first_and_its_channel_kept(fake_stack
         used.append(channel)
         return admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest(), timeout=10).shard
 
-    with contextlib.closing(dial.Leader(address, Tls())) as leader:
+    with contextlib.closing(Leader(address, Tls())) as leader:
         assert [leader.call(call) for _ in range(3)] == ["s0"] * 3
 
     assert len(used) == 4
@@ -498,7 +499,7 @@ def test_after_a_scheduler_that_does_not_answer_the_next_one_is_called(fake_stac
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         seeds = f"127.0.0.1:{silent.getsockname()[1]},{fake_stack.scheduler_address}"
-        with contextlib.closing(dial.Leader(seeds, Tls())) as leader:
+        with contextlib.closing(Leader(seeds, Tls())) as leader:
             assert leader.call(call) == "s0"
 
 
@@ -507,7 +508,7 @@ def test_a_standby_that_refers_to_no_address_is_quoted(standby):
     servicer.leader = "127.0.0.1:99999"
 
     with (
-        contextlib.closing(dial.Leader(address, Tls())) as leader,
+        contextlib.closing(Leader(address, Tls())) as leader,
         pytest.raises(grpc.RpcError, match=r"the leader is 127\.0\.0\.1:99999"),
     ):
         leader.call(lambda channel: admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest()))

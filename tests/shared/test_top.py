@@ -11,7 +11,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from laps_sd.cli import dial
+from laps_sd.cli.leader import Leader
 from laps_sd.cli.top import lines
 from laps_sd.cli.top.screen import Top
 from laps_sd.cli.top.source import Reading, Source
@@ -63,7 +63,7 @@ class Prepared(Source):
     """A shard whose readings the test makes; nothing is called."""
 
     def __init__(self, now: Reading) -> None:
-        super().__init__(dial.Leader(NOBODY, Tls()), limit=10_000)
+        super().__init__(Leader(NOBODY, Tls()), limit=10_000)
         self.now = now
 
     def read(self) -> Reading:
@@ -71,7 +71,7 @@ class Prepared(Source):
 
 
 def of(stack: LocalStack) -> Source:
-    return Source(dial.Leader(stack.scheduler_address, Tls()), limit=1000)
+    return Source(Leader(stack.scheduler_address, Tls()), limit=1000)
 
 
 @asynccontextmanager
@@ -325,7 +325,7 @@ async def test_a_lost_scheduler_is_named_and_its_return_noticed(stack: LocalStac
 
 
 async def test_a_shard_that_cannot_be_reached_does_not_hide_another(stack: LocalStack) -> None:
-    nobody = Source(dial.Leader(NOBODY, Tls()), limit=10)
+    nobody = Source(Leader(NOBODY, Tls()), limit=10)
     async with running(nobody, of(stack), size=(130, 40)) as (app, pilot):
         await until(pilot, lambda: NOBODY in written(app, "#status"), "the shard without an answer is named")
         assert {row.cells[1] for row in app.query_one("#workers", Table).rows} == {"s0"}

@@ -18,7 +18,7 @@ import grpc
 import pytest
 import redis
 
-from laps_sd.cli import dial
+from laps_sd.cli.leader import Leader
 from laps_sd.cli.top.source import Source
 from laps_sd.keda import externalscaler_pb2, externalscaler_pb2_grpc
 from laps_sd.service.serving import main
@@ -336,7 +336,7 @@ def test_the_operators_terminal_reads_and_cancels_with_a_certificate(
     secure_stack: LocalStack, certificates: dict[str, Tls]
 ) -> None:
     with contextlib.closing(
-        Source(dial.Leader(secure_stack.scheduler_address, certificates["operator"]), limit=10)
+        Source(Leader(secure_stack.scheduler_address, certificates["operator"]), limit=10)
     ) as source:
         assert [worker.worker_name for worker in source.read().workers.workers] == ["worker-0"]
         with pytest.raises(grpc.RpcError, match="no request s0"):

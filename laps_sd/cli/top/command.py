@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from laps_sd.cli import dial
+from laps_sd.cli.leader import Leader
 from laps_sd.cli.top.source import Source
 from laps_sd.errors import StartupError
 
@@ -45,7 +46,7 @@ def top(
             "`laps-sd top` needs a terminal; `laps-sd queue --watch --json` prints lines without one"
         )
     tls = dial.tls_files(tls_ca, tls_cert, tls_key)
-    sources = [Source(dial.Leader(seeds, tls), limit=limit) for seeds in dial.shards(scheduler or [])]
+    sources = [Source(Leader(seeds, tls), limit=limit) for seeds in dial.shards(scheduler or [])]
 
     from laps_sd.cli.top.screen import Top  # textual is not installed everywhere, and takes a while to import
 

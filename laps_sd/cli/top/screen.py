@@ -15,7 +15,7 @@ from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.widgets import Input, Static
 
-from laps_sd.cli import dial
+from laps_sd.cli.failures import with_next_step
 from laps_sd.cli.operate import explanation_lines, outage_sentence
 from laps_sd.cli.top import lines
 from laps_sd.cli.top.dialogs import Confirm, Help
@@ -141,7 +141,7 @@ class Top(App[None]):
             if shard.source.closed:
                 return
             shard.failing_since_s = shard.failing_since_s if shard.error else time.time()
-            shard.error = dial.with_next_step(error) if isinstance(error, grpc.RpcError) else str(error)
+            shard.error = with_next_step(error) if isinstance(error, grpc.RpcError) else str(error)
         else:
             shard.error = ""
         self._draw()
@@ -310,7 +310,7 @@ class Top(App[None]):
         try:
             self._show_notice(await asyncio.to_thread(act))
         except (grpc.RpcError, ValueError) as error:
-            self._show_notice(dial.with_next_step(error) if isinstance(error, grpc.RpcError) else str(error))
+            self._show_notice(with_next_step(error) if isinstance(error, grpc.RpcError) else str(error))
 
     def action_help(self) -> None:
         """Show the keys."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from laps_sd.cli import dial
+from laps_sd.cli.leader import Leader
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 
@@ -29,7 +29,7 @@ class Source:
     grpc.RpcError.
     """
 
-    def __init__(self, leader: dial.Leader, *, limit: int) -> None:
+    def __init__(self, leader: Leader, *, limit: int) -> None:
         """`limit`: requests of the queue to read at most, 1 to 10,000."""
         self._leader = leader
         self._limit = limit

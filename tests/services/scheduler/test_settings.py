@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from gateway.settings import GatewaySettings
-from laps_sd.cli import dial
+from laps_sd.cli.leader import Leader
 from laps_sd.service.config import ConfigError, load
 from laps_sd.service.wire import Tls
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
@@ -123,7 +123,7 @@ def test_a_standby_at_an_ipv6_address_refers_to_its_leader(tmp_path: Path) -> No
     with EmbeddedServer(tmp_path).start() as server, contextlib.ExitStack() as processes:
 
         def total_by(port: int) -> int | None:
-            leader = dial.Leader(f"[::1]:{port}", Tls())
+            leader = Leader(f"[::1]:{port}", Tls())
             try:
                 return leader.call(
                     lambda channel: admin_pb2_grpc.AdminStub(channel).ListQueue(
