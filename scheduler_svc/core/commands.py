@@ -139,8 +139,8 @@ class Release:
     request_id: Final[str]
     lease_epoch: Final[int]
     deaths: Final[int]
+    """As in `Request`, like the next one; the record keeps both for the next leader."""
     death_round: Final[int]
-    """These two are as in `Request`; the record keeps both, for the next leader."""
 
     def __init__(
         self,

@@ -99,9 +99,9 @@ class Recovered:
     worker_id: Final[str | None]
     lease_epoch: Final[int]
     deaths: Final[int]
+    """As in `Request`, like the next two."""
     death_round: Final[int]
     drafts: Final[int]
-    """These three are as in `Request`."""
 
     def __init__(
         self,

@@ -56,19 +56,19 @@ class Live:
     request: AcceptedRequest
     """The request as it was submitted."""
     deadline_s: float | None
-    """Hard deadline and soft limit, on the loop's clock."""
+    """Hard deadline, on the loop's clock."""
     time_limit_s: float | None
+    """When its soft limit ends it, on the loop's clock."""
     standing: Standing
     """Its progress; also of tokens that are being written."""
     lease_epoch: int = 0
+    """As the record has it, like the next four."""
     worker_id: str | None = None
     pair: str = ""
-    """Fingerprint of the model pair of its newest lease, as the record has it; empty: unknown."""
+    """Fingerprint of the model pair of its newest lease; empty: unknown."""
     deaths: int = 0
+    """As in `Request`, like the next one."""
     death_round: int = 0
-    """Lease, deaths of its workers, and its rounds at the last one; as in `Request`, and as the record has
-    them.
-    """
     committed: array[int] = field(default_factory=lambda: array("i"))
     """Tokens that the record has."""
     taken: int = 0

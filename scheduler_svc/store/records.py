@@ -120,10 +120,9 @@ class StoredRequest(NewRequest):
     ended_unix_ms: Final[int | None]
     first_token_unix_ms: Final[int | None]
     deaths: Final[int]
-    """Workers that died while the request may have been in their batch, since the count was last cleared; and
-    its rounds at the last death.
-    """
+    """Workers that died while the request may have been in their batch, since the count was last cleared."""
     death_round: Final[int]
+    """Rounds of the request at the last of these deaths."""
     prompt_logprobs: Final[bytes]
     """Log probabilities of the prompt, as the leader wrote them; empty: none."""
     pair: Final[str]

@@ -92,10 +92,11 @@ class Request:
     """The rounds so far in which its context is computed, if their time is limited; None: it is not."""
     guesses: Guesses = field(default_factory=Guesses)
     seen_rounds: int = 0
-    """Rounds that this core has seen, with their tokens and squared tokens: the priors learn from them at its
-    end."""
+    """Rounds that this core has seen. The priors learn from these three at its end."""
     seen_tokens: int = 0
+    """Tokens of these rounds."""
     seen_squares: int = 0
+    """Sum of the squared tokens of each of these rounds."""
     kept_estimates: dict[Moment, KeptEstimate] | None = None
     """Estimates to be judged at its end; None if it is not judged."""
     rank_before: RankKey | None = None
@@ -112,8 +113,9 @@ class Request:
     """Account of its tenant, when fairness is on and it is in the shard."""
     story: list[StoryLine] = field(default_factory=list)
     left_out: int = 0
-    """Lines that were removed from the story, and the pauses among them."""
+    """Lines that were removed from the story."""
     left_out_pauses: int = 0
+    """Pauses among these lines."""
 
     @property
     def request_id(self) -> str:
