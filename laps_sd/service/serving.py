@@ -50,18 +50,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from laps_sd.errors import StartupError
-from laps_sd.service import log as logging
 from laps_sd.service import metrics
 from laps_sd.service.certificates import ServedCertificate, expose_expiry
 from laps_sd.service.config import ConfigError, load, unknown
 from laps_sd.service.interceptor import MAX_OPEN_MESSAGE_BYTES, OPEN_METHODS, Authorize, CallGuard
+from laps_sd.service.log import configure, get_logger
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.tracing import Tracing
 from laps_sd.service.wire import MAX_MESSAGE_BYTES, Tls, server_options
 
 __all__ = ["ServiceApp", "main", "make_server"]
 
-log = logging.get_logger(__name__)
+log = get_logger(__name__)
 
 LAST_CALLS_S = 0.2
 """Seconds for a call to receive its end after the time to drain is over."""
@@ -342,7 +342,7 @@ def _run(
 ) -> NoReturn:
     try:
         settings = load(settings_type, overrides)
-        logging.configure(service, level=settings.log_level, style=settings.log_style)
+        configure(service, level=settings.log_level, style=settings.log_style)
         if strangers := unknown():
             log.warning("unknown LAPS_SD variables, ignored", nearest_known=strangers)
         uvloop.run(serve(settings))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from laps_sd.service import log as logging
 from laps_sd.service.config import Settings, field
 from laps_sd.service.listening import available_host, is_loopback
+from laps_sd.service.log import LogLevel, LogStyle
 from laps_sd.service.wire import MAX_MESSAGE_BYTES, Tls
 
 
@@ -44,8 +44,8 @@ class ServingSettings(Settings):
         minimum=0,
         maximum=65535,
     )
-    log_level: logging.LogLevel = field("info", help="Lowest severity that is logged")
-    log_style: logging.LogStyle = field(
+    log_level: LogLevel = field("info", help="Lowest severity that is logged")
+    log_style: LogStyle = field(
         "auto", help="Format of log lines: JSON, console, or auto to choose by whether stderr is a terminal"
     )
     # Gateways and workers send up to MAX_MESSAGE_BYTES: a scheduler with less would end their streams again and again.

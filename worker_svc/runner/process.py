@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 
 from laps_sd.contract.length_probe import ProbeKind
 from laps_sd.errors import StartupError
-from laps_sd.service import log as logging
+from laps_sd.service.log import configure, get_logger
 from worker_svc.engine.interface import Capacity, ComputedBy, Engine
 from worker_svc.runner.messages import Failed, Message, Outcome
 from worker_svc.runner.runner import Runner
@@ -237,7 +237,7 @@ def _work(engine: Engine, connection: Connection, settings: WorkerSettings) -> N
     except (EOFError, ConnectionError):
         raise
     except Exception as error:
-        logging.get_logger(__name__).error("the engine failed", exc_info=error)
+        get_logger(__name__).error("the engine failed", exc_info=error)
         # Not the error itself: its traceback cannot be pickled, and is logged.
         connection.send(Failed(RuntimeError(repr(error))))
 
@@ -249,7 +249,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     try:
         settings: WorkerSettings = connection.recv()
-        logging.configure("worker", level=settings.log_level, style=settings.log_style)
+        configure("worker", level=settings.log_level, style=settings.log_style)
         # Here, so that the parent never imports torch.
         from worker_svc.loading import load
 
