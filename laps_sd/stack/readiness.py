@@ -12,10 +12,11 @@ from laps_sd.stack.ports import HOST
 
 __all__ = ["answers_ping", "is_serving"]
 
+CHECK_TIMEOUT_S = 1.0
+"""Seconds to connect for a health check, and again to get the answer."""
 
-def is_serving(
-    address: str, service: str = "readiness", timeout_s: float = 1.0, *, tls: Tls | None = None
-) -> bool:
+
+def is_serving(address: str, service: str = "readiness", *, tls: Tls | None = None) -> bool:
     """Return whether a server answers health checks with SERVING.
 
     Each check uses a new channel: no back-off from earlier failures.
@@ -23,7 +24,7 @@ def is_serving(
     host, _, port = address.rpartition(":")
     try:
         # Cheaper than a channel while no server listens yet.
-        socket.create_connection((host, int(port)), timeout_s).close()
+        socket.create_connection((host, int(port)), CHECK_TIMEOUT_S).close()
     except OSError:
         return False
     options = channel_options(address)
@@ -34,7 +35,7 @@ def is_serving(
     ) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
+                health_pb2.HealthCheckRequest(service=service), timeout=CHECK_TIMEOUT_S
             )
         except grpc.RpcError:
             return False
