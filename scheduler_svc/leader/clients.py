@@ -10,14 +10,12 @@ from typing import TypeVar
 from laps_sd.contract.ends import End
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.log import get_logger
-from laps_sd.service.retry_times import RetryTimes
 from scheduler_svc import metrics
 from scheduler_svc.core.events import Arrived, EndRequested
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader.live import Attachment, Live, from_record, from_submission, recovered
 from scheduler_svc.leader.outage import Outage
+from scheduler_svc.leader.queue_limits import RETRY_STORE_MS, QueueLimits
 from scheduler_svc.leader.repair import Repair
-from scheduler_svc.leader.roster import Roster
 from scheduler_svc.leader.sessions import GatewaySession
 from scheduler_svc.leader.turn import Restored, Timers, Turn
 from scheduler_svc.leader.working_copy import WorkingCopy
@@ -43,14 +41,8 @@ T = TypeVar("T")
 Admissible = tuple[GatewaySession, Submission, NewRequest]
 """A checked submission, and the request as the record takes it."""
 
-MOST_TENANT_RETRIES = 1024
-"""Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
-RETRY_STORE_MS = 1000
-"""Milliseconds after which what the record did not answer to is tried again, by gateways and here."""
 CANCEL_AGAIN_S = 0.25
 """Seconds after which a cancel is tried again whose request may still be restored."""
-LEAST_REQUEST_TOKENS = 2
-"""Tokens of the smallest request: one of its prompt, one of its output."""
 STILL_COMING_S = 1.0
 """Seconds without a client that comes back after which those of a lost gateway or leader have all come. To
 attach all of them may take longer than the grace.
@@ -64,10 +56,9 @@ class Clients:
         self,
         *,
         settings: SchedulerSettings,
-        core: Scheduler,
         store: Store,
-        roster: Roster,
         working_copy: WorkingCopy,
+        limits: QueueLimits,
         repair: Repair,
         timers: Timers,
         outage: Outage,
@@ -77,50 +68,16 @@ class Clients:
         leader took over.
         """
         self._settings = settings
-        self._core = core
         self._store = store
-        self._roster = roster
         self._working_copy = working_copy
+        self._limits = limits
         self._repair = repair
         self._timers = timers
         self._outage = outage
         self._still_coming_until_s = 0.0
         """Time until which clients of a lost gateway or leader are expected to come back."""
-        self._retries = RetryTimes()
-        """Retry times of the requests that a full queue refused."""
-        self._tenant_retries: dict[str, RetryTimes] = {}
-        """Retry times by tenant, of the requests that were refused because their tenant has too many."""
 
-    # Refusals, and the grace of requests without a client.
-
-    def refusal(self) -> SubmitRefused | None:
-        """Return the reason for which any new request would be refused now; None where one within the limits
-        would be accepted.
-
-        Without a worker requests are accepted all the same: they wait for one.
-        """
-        outage = self._outage.report()
-        if outage is not None:
-            detail = f"the record of shard {self._settings.shard} cannot be written ({outage.fault})"
-            return replies.refused(Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
-        if (
-            len(self._working_copy.live) >= self._settings.max_requests
-            or self._working_copy.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
-        ):
-            retry_ms = round(self._retry_after_s() * 1000)
-            return replies.refused(Refusal.QUEUE_FULL, self._queue_is_full(), retry_ms)
-        return None
-
-    def _retry_after_s(self) -> float:
-        """Return the seconds until a full queue may have room: the estimated time of one request, bounded to
-        0.1 to 30 s.
-        """
-        workers = max(1, len(self._roster.workers))
-        each_s = self._core.totals().backlog_s / max(1, len(self._working_copy.live)) / workers
-        return min(30.0, max(0.1, each_s))
-
-    def _queue_is_full(self) -> str:
-        return f"the queue of shard {self._settings.shard} is full"
+    # The grace of requests without a client.
 
     def start_grace(self, live: Live, now_s: float, at_least_s: float) -> None:
         """Start the grace period of a request without an attached client: it ends unless a client attaches in
@@ -325,19 +282,11 @@ class Clients:
             except Fenced:
                 await self._repair.confirm_lead()
 
-    @property
-    def most_tokens_of_new(self) -> int:
-        """Return the most tokens of a new request. Without a worker every request within the settings waits;
-        with workers, one that none of them could hold would never run.
-        """
-        limit = self._settings.max_context_tokens
-        return min(limit, self._core.capacity_tokens or limit)
-
     def _limit_tokens(self, submission: Submission) -> int:
         """Return the most tokens of a request. One that is restored was accepted, and may wait for a worker that
         has not come yet.
         """
-        return self._settings.max_context_tokens if submission.restores else self.most_tokens_of_new
+        return self._settings.max_context_tokens if submission.restores else self._limits.most_tokens
 
     def _admitted(
         self,
@@ -374,26 +323,12 @@ class Clients:
                     "the idempotency key was used with another body",
                 )
             case SubmitStatus.QUEUE_FULL:
-                each_s = self._retry_after_s()
-                wait_s = self._retries.next_s(turn.now_s, each_s, each_s)
-                _refuse(session, submission, Refusal.QUEUE_FULL, self._queue_is_full(), round(wait_s * 1000))
+                _send_refusal(session, submission, self._limits.queue_full(turn.now_s))
             case SubmitStatus.ELSEWHERE:
                 detail = f"shard {result.shard} decides about the idempotency key"
                 _refuse(session, submission, Refusal.KEY_ELSEWHERE, detail, shard=result.shard)
             case SubmitStatus.TENANT_FULL:
-                limit = self._settings.max_requests_per_tenant
-                detail = f"the tenant has {limit} unfinished requests, which is its limit"
-                wait_s = self._tenant_retry_s(new.tenant, limit, turn.now_s)
-                _refuse(session, submission, Refusal.TENANT_FULL, detail, round(wait_s * 1000))
-
-    def _tenant_retry_s(self, tenant: str, limit: int, now_s: float) -> float:
-        """Return when a tenant at its limit has room for this request, if its requests end as often as those
-        of others.
-        """
-        if len(self._tenant_retries) >= MOST_TENANT_RETRIES:
-            self._tenant_retries.clear()
-        each_s = self._retry_after_s() * len(self._working_copy.live) / limit
-        return self._tenant_retries.setdefault(tenant, RetryTimes()).next_s(now_s, each_s, each_s)
+                _send_refusal(session, submission, self._limits.tenant_full(new.tenant, turn.now_s))
 
     def _enter(
         self,
@@ -654,5 +589,9 @@ def _refuse(
     field: str = "",
 ) -> None:
     refused = replies.refused(reason, detail, retry_after_ms, shard=shard, field=field)
+    _send_refusal(session, submission, refused)
+
+
+def _send_refusal(session: GatewaySession, submission: Submission, refused: SubmitRefused) -> None:
     session.reply(replies.submission_refused(submission.submission_id, refused))
     metrics.SUBMISSIONS.labels("refused").inc()

@@ -53,6 +53,7 @@ from scheduler_svc.leader.live import Live, all_recorded, from_record, recovered
 from scheduler_svc.leader.load_log import LoadLog
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
+from scheduler_svc.leader.queue_limits import QueueLimits
 from scheduler_svc.leader.repair import Repair
 from scheduler_svc.leader.retries import until_answered
 from scheduler_svc.leader.roster import Roster
@@ -135,12 +136,14 @@ class Loop:
         self.roster = Roster(settings, self.timers)
         self.working_copy = WorkingCopy(self.roster, self._client_timers, traces)
         self._repair = Repair(store=store, working_copy=self.working_copy, outage=outage, clock=clock)
+        self._limits = QueueLimits(
+            settings=settings, core=core, roster=self.roster, working_copy=self.working_copy, outage=outage
+        )
         self.clients = Clients(
             settings=settings,
-            core=core,
             store=store,
-            roster=self.roster,
             working_copy=self.working_copy,
+            limits=self._limits,
             repair=self._repair,
             timers=self._client_timers,
             outage=outage,
@@ -185,8 +188,8 @@ class Loop:
             workers=self.roster.connected,
             gateways=gateways,
             kv_usage=self._kv_usage,
-            refuses=self.clients.refusal(),
-            capacity_tokens=self.clients.most_tokens_of_new,
+            refuses=self._limits.refusal_of_any(),
+            capacity_tokens=self._limits.most_tokens,
             vocabulary=self.roster.vocabulary,
         )
 

@@ -29,9 +29,9 @@ from laps_sd.service.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from scheduler_svc.leader.clients import RETRY_STORE_MS
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.leader.loop import Loop
+from scheduler_svc.leader.queue_limits import RETRY_STORE_MS
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.turn import FromGateway, FromWorker, GatewayClosed, WorkerClosed, WorkerOpened
 from scheduler_svc.wire import checks, replies

@@ -20,10 +20,11 @@ from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.leader.clients import CANCEL_AGAIN_S, RETRY_STORE_MS, Clients
+from scheduler_svc.leader.clients import CANCEL_AGAIN_S, Clients
 from scheduler_svc.leader.loop import MAX_TURN, OBSERVE_S, Loop
 from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
+from scheduler_svc.leader.queue_limits import RETRY_STORE_MS
 from scheduler_svc.leader.repair import WRITE_BACK_TOGETHER
 from scheduler_svc.leader.roster import TOGETHER_S
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
