@@ -109,7 +109,7 @@ class Rules:
         }
         if self.chooser is TokenChooser.PROCESSOR:
             ours = [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed]
-            return _without_words(
+            return _with_bad_words(
                 spec,
                 SamplingParams(
                     temperature=0.0, extra_args={"laps_sd": [*ours, len(spec.prompt_ids)]}, **common
@@ -124,10 +124,10 @@ class Rules:
             seed=None if self._on_cpu else (sampling.seed + 2**63) % 2**64 - 2**63,
             **common,
         )
-        return _without_words(spec, chosen_by_vllm)
+        return _with_bad_words(spec, chosen_by_vllm)
 
 
-def _without_words(spec: Specification, parameters: SamplingParams) -> SamplingParams:
+def _with_bad_words(spec: Specification, parameters: SamplingParams) -> SamplingParams:
     """Return the parameters with the bad words. vLLM makes token ids of texts before its engine core, and has no
     other way to give them."""
     words = spec.sampling.bad_words_ids
