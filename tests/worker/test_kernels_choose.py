@@ -54,7 +54,7 @@ def chosen_by_both(logits: torch.Tensor, settings: list[Sampling], vocab: int) -
         rows.inverse_temperature,
         rows.noisy,
         noise.of(None if rows.alike else rows.free) if rows.free else None,
-        kernels.Restrictions(rows.top_k, rows.top_p, rows.log_min_p, noise.keys),
+        kernels.Truncation(rows.top_k, rows.top_p, rows.log_min_p, noise.keys),
     )
     found = kernels.choose(logits, range(len(settings)), choosing)
     return found, choose_tokens(logits, rows, Noise(vocab).gumbel(keys)).tolist()
@@ -134,7 +134,7 @@ def test_a_restriction_that_restricts_nothing_needs_no_other_noise(settings: lis
         rows.inverse_temperature,
         rows.noisy,
         only_free if rows.free else None,
-        kernels.Restrictions(rows.top_k, rows.top_p, rows.log_min_p, NoiseOfRows(Noise(wide), keys).keys),
+        kernels.Truncation(rows.top_k, rows.top_p, rows.log_min_p, NoiseOfRows(Noise(wide), keys).keys),
     )
     logits = normal(len(settings), narrow, 1)
     expected = choose_tokens(logits, rows, noise[:, :narrow]).tolist()

@@ -203,8 +203,8 @@ class LayerWeights(NamedTuple):
     down: Product
 
 
-class Restrictions(NamedTuple):
-    """What restricts the choice at choice rows, as in `truncation.kept`."""
+class Truncation(NamedTuple):
+    """top_k, top_p and min_p of choice rows, as in `sampling.truncation.kept`, and the keys of their noise."""
 
     # int64 [choice rows, 1], or [1, 1] for all; 1 .. MOST_TOP_K, or the vocabulary or more.
     top_k: torch.Tensor
@@ -218,8 +218,8 @@ class Choosing(NamedTuple):
 
     inverse_temperature: torch.Tensor  # float32 [choice rows, 1], or [1, 1] for all
     noisy: torch.Tensor  # the same, 0 or 1
-    noise: torch.Tensor | None  # float32 [choice rows, vocabulary]; not read for rows that are restricted
-    restrictions: Restrictions | None = None  # None: no row has any
+    noise: torch.Tensor | None  # float32 [choice rows, vocabulary]; not read for rows that are truncated
+    truncation: Truncation | None = None  # None: no row has any
 
 
 class Draft(NamedTuple):
@@ -364,11 +364,11 @@ def _choosing(
 ) -> tuple[int, int, int, int, int, int, int, int, int, int]:
     if how is None:
         return 0, 0, 0, 0, 0, vocabulary, 0, 0, 0, 0
-    inverse, noisy, noise, restrictions = how
+    inverse, noisy, noise, truncation = how
     noise_row = 0 if noise is None else noise.stride(0)
     limits = (0, 0, 0, 0)
-    if restrictions is not None:
-        top_k, top_p, log_min_p, keys = restrictions
+    if truncation is not None:
+        top_k, top_p, log_min_p, keys = truncation
         limits = top_k.data_ptr(), top_p.data_ptr(), log_min_p.data_ptr(), keys.buffer_info()[0]
     return (
         inverse.data_ptr(), noisy.data_ptr(), int(inverse.shape[0] > 1), _at(noise), noise_row, vocabulary, *limits

@@ -39,12 +39,12 @@ class Choices:
         if self.noise is None:
             return None
         if self._for_kernels is None:
-            rows, noise, restrictions = self.rows, None, None
+            rows, noise, truncation = self.rows, None, None
             if rows.free:
                 noise = self.noise.of(None if rows.alike else rows.free)
             if not rows.whole:
-                restrictions = kernels.Restrictions(rows.top_k, rows.top_p, rows.log_min_p, self.noise.keys)
-            self._for_kernels = kernels.Choosing(rows.inverse_temperature, rows.noisy, noise, restrictions)
+                truncation = kernels.Truncation(rows.top_k, rows.top_p, rows.log_min_p, self.noise.keys)
+            self._for_kernels = kernels.Choosing(rows.inverse_temperature, rows.noisy, noise, truncation)
         return self._for_kernels
 
     def choose(self, logits: torch.Tensor, choice_rows: SequenceOf[int]) -> torch.Tensor:
