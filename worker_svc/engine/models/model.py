@@ -26,9 +26,9 @@ from worker_svc.engine.models.fused_llama import LeanModel
 from worker_svc.engine.models.hidden import HiddenRows, hidden_size, taken_from
 from worker_svc.engine.models.linears import LinearStore
 from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
-from worker_svc.engine.models.probe import INSTEAD, lengths_within, probe, shrunk
 from worker_svc.engine.models.reach import FULL, Reach
 from worker_svc.engine.models.segments import MIN_ROWS, Planner, exact_spans
+from worker_svc.engine.models.shape import INSTEAD, lengths_within, shape_of, shrunk
 from worker_svc.engine.quantisation.linear import QuantisedLinear, kinds_of, parameters_of, quantised_bytes
 
 ATTENTION = "laps_sd_pool"
@@ -114,7 +114,7 @@ class PackedModel:
         self.bytes_read = _bytes_read(model)  # of weights, in a forward of one row; None: depends on the row
         self.pool: KVPool
         self.planner: Planner | KernelPlanner
-        self.shape = probe(model, role=role, max_length=max_length)
+        self.shape = shape_of(model, role=role, max_length=max_length)
         self.hidden_size = hidden_size(model)  # None: `forward` cannot copy hidden states out
         # True if attention is computed by `kernels`: any pieces together cost as much as one by one.
         self.by_kernels = not self.shape.limits and kernels.serve(
@@ -335,7 +335,7 @@ class PackedModel:
     def _short_check(self, lengths: dict[str, int], texts: Sequence[torch.Tensor]) -> _Check:
         """Return the check with these lengths of the configuration SHRUNK."""
         with shrunk(self.model, tuple(lengths)):
-            short = probe(self.model, role=self.role, max_length=CHECKED)
+            short = shape_of(self.model, role=self.role, max_length=CHECKED)
             for real, tried in zip(self.shape.reaches, short.reaches, strict=True):
                 if real != FULL and tried == FULL:
                     raise ModelError(

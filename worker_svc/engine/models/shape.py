@@ -15,7 +15,7 @@ from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.reach import FULL, MaskFunction, Reach, reach_of
 
-PROBE = "laps_sd_probe"
+RECORDING = "laps_sd_recording"
 REFUSED = {
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
@@ -60,7 +60,7 @@ class _Seen:
 _running: list[_Seen] = []
 
 
-def _probe_mask(
+def _recorded_mask(
     *,
     mask_function: MaskFunction,
     device: torch.device | str = "cpu",
@@ -74,7 +74,7 @@ def _probe_mask(
     return token
 
 
-def _probe_attention(
+def _recorded_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -93,12 +93,12 @@ def _probe_attention(
     return query.new_zeros((batch, rows, heads, value.shape[-1])), None
 
 
-AttentionInterface.register(PROBE, _probe_attention)
-AttentionMaskInterface.register(PROBE, _probe_mask)
+AttentionInterface.register(RECORDING, _recorded_attention)
+AttentionMaskInterface.register(RECORDING, _recorded_mask)
 
 
 @torch.inference_mode()
-def probe(model: Any, *, role: str, max_length: int) -> Shape:
+def shape_of(model: Any, *, role: str, max_length: int) -> Shape:
     """Return the model's shape from a forward that records its attention options; refuse unsupported
     ones.
     """
@@ -200,7 +200,7 @@ def _forward(model: Any, who: str) -> tuple[_Seen, int]:
     """Return what the layers gave to attention in a forward of two tokens, and the number of logits."""
     seen = _Seen({}, {}, [])
     before = model.config._attn_implementation
-    model.set_attn_implementation(PROBE)
+    model.set_attn_implementation(RECORDING)
     _running.append(seen)
     try:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
