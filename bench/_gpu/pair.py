@@ -75,7 +75,7 @@ class Bench:
         packed = []
         for role, model in zip(("target", "draft"), self._models, strict=True):
             one = PackedModel(model, role=role, max_length=self._length, deterministic=False)
-            one.self_check(lean=True)
+            one.self_check(fused=True)
             packed.append(one)
         self._models = []
         wanted = max(

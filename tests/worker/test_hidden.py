@@ -31,7 +31,7 @@ def text(number: int) -> list[int]:
     return torch.randint(VOCAB, (TEXTS[number],), generator=generator).tolist()
 
 
-def load(directory: Path, device: str, *, lean: bool, dtype: torch.dtype = torch.float32) -> PackedModel:
+def load(directory: Path, device: str, *, fused: bool, dtype: torch.dtype = torch.float32) -> PackedModel:
     packed = load_packed(
         directory,
         role="target",
@@ -39,7 +39,7 @@ def load(directory: Path, device: str, *, lean: bool, dtype: torch.dtype = torch
         device=torch.device(device),
         max_length=64,
         deterministic=dtype == torch.float32,
-        lean=lean,
+        fused=fused,
     )
     packed.attach(packed.new_pool(blocks=16, block_size=8, region_tokens=64))
     return packed
@@ -76,13 +76,13 @@ def expected(directory: Path, layer: int, at: list[tuple[int, int]]) -> torch.Te
 
 
 @pytest.mark.usefixtures("by_kernels_and_by_torch")
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "transformers"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_hidden_states_are_those_of_transformers(
-    config: PretrainedConfig, lean: bool, tmp_path: Path, device: str
+    config: PretrainedConfig, fused: bool, tmp_path: Path, device: str
 ) -> None:
     directory = write_model(tmp_path / "model", config, seed=0)
-    model = load(directory, device, lean=lean)
+    model = load(directory, device, fused=fused)
     assert model.hidden_size == 64
     at = [(0, 12), (1, 4), (0, 0), (1, 4)]
     for layer in range(config.num_hidden_layers):
@@ -97,7 +97,7 @@ def test_hidden_states_are_those_of_transformers(
 @pytest.mark.usefixtures("by_kernels_and_by_torch")
 def test_hidden_states_in_half_precision_are_close(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", llama_config(num_hidden_layers=4), seed=0)
-    model = load(directory, "cpu", lean=True, dtype=torch.bfloat16)
+    model = load(directory, "cpu", fused=True, dtype=torch.bfloat16)
     at = [(0, 12), (1, 4)]
     hidden = HiddenRows(2, [])
     forward(model, hidden, at)
@@ -108,7 +108,7 @@ def test_hidden_states_in_half_precision_are_close(tmp_path: Path) -> None:
 
 def test_a_hook_is_removed_after_the_forward(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", CONFIGS["gpt2"], seed=0)
-    model = load(directory, "cpu", lean=True)
+    model = load(directory, "cpu", fused=True)
     hidden = HiddenRows(1, [])
     forward(model, hidden, [(0, 3)])
     before = hidden.states.clone()

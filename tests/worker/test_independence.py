@@ -17,7 +17,7 @@ from worker_svc.engine.models.segments import GRANULE, exact_spans
 LENGTH = 600  # tokens of the text that is computed in many ways; crosses one tile of keys
 
 
-@pytest.fixture(scope="module", params=["lean", "through transformers"])
+@pytest.fixture(scope="module", params=["fused", "through transformers"])
 def model(
     request: pytest.FixtureRequest,
     by_kernels_and_by_torch: None,
@@ -36,7 +36,7 @@ def model(
         device=torch.device(device),
         max_length=1024,
         deterministic=True,
-        lean=request.param == "lean",
+        fused=request.param == "fused",
     )
     packed.attach(packed.new_pool(blocks=200, block_size=16, region_tokens=512))
     return packed

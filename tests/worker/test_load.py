@@ -360,7 +360,7 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
 
     monkeypatch.setattr(module, "attend", lambda query, *_: torch.zeros_like(query))
     with pytest.raises(ModelError, match="computes something else when packed"):
-        load_pair(pair[0], max_length=64, lean=False)
+        load_pair(pair[0], max_length=64, fused=False)
 
 
 def test_experts_are_not_called_deterministic(tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def one_by_one(
 
 
 @pytest.mark.usefixtures("by_kernels_and_by_torch")
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "transformers"])
 @torch.inference_mode()
 def test_it_sees_the_hidden_state_of_the_last_token_before_the_round(
-    load: Any, specs: list[Specification], lean: bool
+    load: Any, specs: list[Specification], fused: bool
 ) -> None:
     """With speculation, prompts in chunks, and requests that lose their KV in between."""
-    engine = load(lean=lean, prefill_chunk=48, slots=4)
+    engine = load(fused=fused, prefill_chunk=48, slots=4)
     probe = engine.length_probe
     assert isinstance(probe, Recorded) and probe.kind.layer == 3
     chosen = [replace(spec, max_tokens=80) for spec in specs[:6]]
@@ -205,13 +205,13 @@ def test_a_prediction_is_at_most_what_max_tokens_leaves(learnt: Any, specs: list
 
 
 @pytest.mark.usefixtures("by_kernels_and_by_torch")
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "transformers"])
 def test_the_text_is_the_same_with_and_without_a_probe(
-    load: Any, specs: list[Specification], lean: bool
+    load: Any, specs: list[Specification], fused: bool
 ) -> None:
     chosen = [replace(spec, max_tokens=100) for spec in specs[:10]]
     with_probe, without = (
-        finish_all(load(lean=lean, length_probe=on), chosen, rotate("swap"))[0] for on in (True, False)
+        finish_all(load(fused=fused, length_probe=on), chosen, rotate("swap"))[0] for on in (True, False)
     )
     assert with_probe == without
 

@@ -165,7 +165,7 @@ def _model(
         device=device,
         max_length=options.max_length,
         deterministic=deterministic,
-        lean=options.lean,
+        fused=options.fused,
         quantization=options.quantization,
         trust_remote_code=options.trust_remote_code,
     )

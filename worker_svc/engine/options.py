@@ -44,8 +44,8 @@ class LoadOptions:
     max_round_s: float | None = None
     # Swapped-out KV, at most.
     host_bytes: int = 2 * 2**30
-    # False: models of the Llama family are run by transformers too.
-    lean: bool = True
+    # Run models of the Llama family by `FusedLlama`; False: by transformers, as all others.
+    fused: bool = True
     # auto: the draft model or prompt lookup, whichever gains more; without a draft model prompt lookup.
     drafter: Literal["auto", "model", "lookup", "none"] = "auto"
     # Shortest equal context start, in tokens, whose KV is reused; 0: never.

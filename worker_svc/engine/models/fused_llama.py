@@ -176,7 +176,7 @@ class _Layer:
         )
 
 
-class LeanModel:
+class FusedLlama:
     """A model of the Llama family that runs on packed rows. `serves` is True for supported models.
 
     It takes the weights over: the model it is made from keeps its embedding and configuration, and cannot run

@@ -26,7 +26,7 @@ def load_packed(
     device: torch.device,
     max_length: int,
     deterministic: bool | None,
-    lean: bool,
+    fused: bool,
     quantization: Quantization = "none",
     trust_remote_code: bool = False,
 ) -> PackedModel:
@@ -67,7 +67,7 @@ def load_packed(
             f"quantised weights need the kernels in C ({without_kernels}): LAPS_SD_ENGINE=vllm serves them elsewhere"
         )
     packed = PackedModel(model.to(device), role=role, max_length=max_length, deterministic=deterministic)
-    packed.self_check(lean=lean)
+    packed.self_check(fused=fused)
     return packed
 
 

@@ -22,7 +22,7 @@ from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.attention import attend
 from worker_svc.engine.models.errors import first_line
-from worker_svc.engine.models.fused_llama import LeanModel
+from worker_svc.engine.models.fused_llama import FusedLlama
 from worker_svc.engine.models.hidden import HiddenRows, hidden_size, taken_from
 from worker_svc.engine.models.linears import LinearStore
 from worker_svc.engine.models.plan import KernelPlanner, Piece, Plan
@@ -124,25 +124,27 @@ class PackedModel:
             deterministic = (self.device.type == "cpu" and self.dtype == torch.float32 and not experts) or (
                 self.dtype == torch.bfloat16
                 and self.by_kernels
-                and LeanModel.serves(model)
-                and LeanModel.fits_kernels(model, self.shape.heads, self.shape.kv_heads, self.shape.head_size)
+                and FusedLlama.serves(model)
+                and FusedLlama.fits_kernels(
+                    model, self.shape.heads, self.shape.kv_heads, self.shape.head_size
+                )
             )
         self.deterministic = deterministic
         self._min_rows = MIN_ROWS if deterministic else 1  # that a forward computes
         self.all_by_kernels = False  # the same for all between the embedding and the last product
         self.independent = True  # False: a product's rows were found to depend on each other
         self._max_length = max_length
-        self._lean: LeanModel | None = None
+        self._fused: FusedLlama | None = None
         self._spans: tuple[int, ...] | None = (KV_TILE,) if deterministic else None
         model.set_attn_implementation(ATTENTION)
 
     @torch.inference_mode()
-    def optimise(self, *, lean: bool) -> None:
-        """Re-lay the weights for this device, and take the short forward where there is one. Before `attach`."""
+    def optimise(self, *, fused: bool) -> None:
+        """Re-lay the weights for this device, and if `fused`, use `FusedLlama` where it serves. Before `attach`."""
         store = LinearStore(deterministic=self.deterministic, dtype=self.dtype)
-        if lean and LeanModel.serves(self.model):
+        if fused and FusedLlama.serves(self.model):
             shape = self.shape
-            self._lean = LeanModel(
+            self._fused = FusedLlama(
                 self.model,
                 store,
                 heads=shape.heads,
@@ -161,7 +163,7 @@ class PackedModel:
                 dtype=self.dtype,
                 device=self.device,
             )
-        self.all_by_kernels = self._lean is not None and self._lean.by_kernels
+        self.all_by_kernels = self._fused is not None and self._fused.by_kernels
         self._min_rows = (store.least_rows if self.all_by_kernels else MIN_ROWS) if self.deterministic else 1
         if self.device.type == "cpu" and kernels.MISSED:
             logging.getLogger(__name__).warning(
@@ -219,8 +221,8 @@ class PackedModel:
         if wanted is not None and wanted.numel() < self._min_rows:
             # The output layer is a product like any other.
             wanted = wanted.repeat(self._min_rows)[: self._min_rows]
-        if self._lean is not None:
-            logits = self._lean.forward(ids, plan, self.pool, wanted, hidden)
+        if self._fused is not None:
+            logits = self._fused.forward(ids, plan, self.pool, wanted, hidden)
         elif hidden is not None:
             with taken_from(self.model, hidden):
                 logits = self._full_forward(ids, plan, wanted)
@@ -248,7 +250,7 @@ class PackedModel:
             return "all layers by the kernels in C"
         steps = (
             "torch"
-            if self._lean is not None
+            if self._fused is not None
             else f"transformers, since {self.kind} has no short forward here"
         )
         if self.by_kernels:
@@ -277,8 +279,8 @@ class PackedModel:
         """Run all draft steps in one call, the first of them the forward of `ids` and `plan`; see
         `kernels.Decoder.propose`.
         """
-        assert self._lean is not None and self._lean.decoder is not None and plan.pieces is not None
-        return self._lean.decoder.propose(
+        assert self._fused is not None and self._fused.decoder is not None and plan.pieces is not None
+        return self._fused.decoder.propose(
             ids, plan.pieces, self.pool.layers, drafts, choosing, vocabulary, ends
         )
 
@@ -294,7 +296,7 @@ class PackedModel:
         return out.logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def self_check(self, *, lean: bool) -> None:
+    def self_check(self, *, fused: bool) -> None:
         """Take the model's plain forward, then `optimise`, and compare packed forwards with it. Raises
         ModelError if they differ.
 
@@ -319,7 +321,7 @@ class PackedModel:
             self.hidden_size = None
         if lengths or self.shape.limits:
             checks.append(self._short_check(lengths, texts))
-        self.optimise(lean=lean)
+        self.optimise(fused=fused)
         for check in checks:
             with shrunk(self.model, check.lengths):
                 differences = self._packed_differences(texts, check)
