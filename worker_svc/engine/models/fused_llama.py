@@ -11,6 +11,7 @@ whatever the type of the weights. Only used if `PackedModel.self_check` finds it
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -199,29 +200,54 @@ class FusedLlama:
         # None: its rows are those of the output layer.
         self._embedding: torch.Tensor | None = decoder.embed_tokens.weight
         self._width, device = self._embedding.shape[1], self._embedding.device
-        layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
-        widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
-        weight, bias = model.lm_head.weight, model.lm_head.bias
-        same = not isinstance(weight, Quantised) and weight.data_ptr() == self._embedding.data_ptr()
-        tied = same and weight.nbytes >= TIED_FROM_BYTES
-        head = store.store(weight, bias, in_place=tied or not same)
-        self._head = _called(head, weight, bias, single=by_kernels)
         self._rows: kernels.Product | None = None
-        if tied and isinstance(head, KernelLinear):
-            self._embedding, self._rows = None, head.product
-            decoder.embed_tokens = nn.Identity()
-        model.lm_head = nn.Identity()
-        del weight, head
+        self._head = self._take_head(model, store, single=by_kernels)
+        widths = (decoder.config.hidden_size, decoder.config.intermediate_size)
         # True if all computation is by `kernels`, so that any number of rows will do.
         self.by_kernels = (
             by_kernels
             and isinstance(self._head, kernels.Product)
             and not any(width % kernels.GRAIN for width in widths)
         )
+        layer_of = partial(_Layer, store=store, heads=heads, kv_heads=kv_heads, size=size)
         self._layers: list[_Layer] = []
+        for_kernels = self._take_layers(decoder.layers, layer_of)
+        self._norm = _Norm(decoder.norm)
+        positions = torch.arange(max_length, device=device)
+        # Of its first argument it takes the type and the device. [1, max_length, size], halves alike.
+        both = decoder.rotary_emb(torch.empty(1, dtype=torch.float32, device=device), positions[None])
+        cos, sin = (each[0, :, : size // 2].float() for each in both)
+        self.decoder: kernels.Decoder | None = None  # if all is computed by `kernels`
+        if self.by_kernels and isinstance(self._head, kernels.Product):
+            (epsilon,) = {self._norm.epsilon}.union(*(layer.epsilons for layer in self._layers))
+            (scale,) = {layer.scale for layer in self._layers}
+            self.decoder = kernels.Decoder(
+                self._embedding, for_kernels, self._norm.weight, self._head, kernels.rotations(cos, sin),
+                heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
+            )  # fmt: skip
+        else:
+            self._turns = _turns(cos, sin, turned=heads + kv_heads, still=kv_heads)
+
+    def _take_head(self, model: Any, store: LinearStore, *, single: bool) -> Product:
+        """Return the output layer; an embedding of the same weight, if it is large, is read from there too."""
+        weight, bias = model.lm_head.weight, model.lm_head.bias
+        same = (
+            not isinstance(weight, Quantised)
+            and weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        )
+        tied = same and weight.nbytes >= TIED_FROM_BYTES
+        head = store.store(weight, bias, in_place=tied or not same)
+        if tied and isinstance(head, KernelLinear):
+            self._embedding, self._rows = None, head.product
+            model.model.embed_tokens = nn.Identity()
+        model.lm_head = nn.Identity()
+        return _called(head, weight, bias, single=single)
+
+    def _take_layers(self, layers: Any, layer_of: Callable[..., _Layer]) -> list[kernels.LayerWeights]:
+        """Fill `_layers`, and return their weights for `kernels`, if these compute all."""
         for_kernels: list[kernels.LayerWeights] = []
-        for at in range(len(decoder.layers)):  # one by one, so that the weights are never in memory twice
-            layer = layer_of(decoder.layers[at], by_kernels=self.by_kernels)
+        for at in range(len(layers)):  # one by one, so that the weights are never in memory twice
+            layer = layer_of(layers[at], by_kernels=self.by_kernels)
             if self.by_kernels:
                 weights = layer.for_kernels()
                 if weights is not None:
@@ -229,33 +255,11 @@ class FusedLlama:
                 else:
                     assert at == 0, "layers are alike"
                     self.by_kernels = False
-                    layer = layer_of(decoder.layers[at], by_kernels=False)
+                    layer = layer_of(layers[at], by_kernels=False)
             self._layers.append(layer)
-            decoder.layers[at] = nn.Identity()
+            layers[at] = nn.Identity()
             return_memory()
-        self._norm = _Norm(decoder.norm)
-        positions = torch.arange(max_length, device=device)
-        # Of its first argument it takes the type and the device. [1, max_length, size], halves alike.
-        cos, sin = decoder.rotary_emb(torch.empty(1, dtype=torch.float32, device=device), positions[None])
-        half = size // 2
-        self.decoder: kernels.Decoder | None = None  # if all is computed by `kernels`
-        if self.by_kernels and isinstance(self._head, kernels.Product):
-            (epsilon,) = {self._norm.epsilon}.union(*(layer.epsilons for layer in self._layers))
-            (scale,) = {layer.scale for layer in self._layers}
-            self.decoder = kernels.Decoder(
-                self._embedding, for_kernels, self._norm.weight, self._head,
-                kernels.rotations(cos[0, :, :half].float(), sin[0, :, :half].float()),
-                heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
-            )  # fmt: skip
-            return
-        turns = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-        turns = turns[:, None]  # [max_length, 1, half]
-        still = torch.ones_like(turns)
-        # Values go through the same multiplication, by one, so that keys and values are written to the pool
-        # together.
-        self._turns = torch.cat(
-            [turns.expand(-1, heads + kv_heads, -1), still.expand(-1, kv_heads, -1)], 1
-        ).contiguous()
+        return for_kernels
 
     @staticmethod
     def serves(model: Any) -> bool:
@@ -331,6 +335,19 @@ class FusedLlama:
             return self._embedding.index_select(0, ids)
         assert self._rows is not None
         return self._rows.rows(ids)
+
+
+def _turns(cos: torch.Tensor, sin: torch.Tensor, *, turned: int, still: int) -> torch.Tensor:
+    """Return the factors [positions, turned + still, half] of all heads, from cosines and sines
+    [positions, half].
+
+    Values, which stand still, go through the same multiplication as keys, by one, so that both are written to
+    the pool together.
+    """
+    turns = torch.complex(cos, sin)[:, None]
+    return torch.cat(
+        [turns.expand(-1, turned, -1), torch.ones_like(turns).expand(-1, still, -1)], 1
+    ).contiguous()
 
 
 def _side_by_side(size: int) -> torch.Tensor:
