@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.app import load_configured_model
+from gateway.model.chat_template import ChatTemplate, TemplateRefused
 from gateway.model.token_bytes import TokenBytes
-from gateway.model.tokenizer import ChatTemplate, ModelFiles, ModelFilesError, TemplateRefused, load_model
+from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from laps_sd.errors import StartupError
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
@@ -23,7 +24,7 @@ DEMO = Path(__file__).parents[3] / "worker_svc" / "demo" / "target"
 
 
 def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, special_tokens={"bos_token": "<s>"}, where="here")
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>"})
 
 
 class TestModelFiles:

@@ -13,7 +13,8 @@ import pytest
 from llguidance import LLTokenizer
 
 from gateway.calls.tools import MAX_DEPTH, MAX_TOOLS
-from gateway.model.tokenizer import ChatTemplate, ModelFiles, load_model
+from gateway.model.chat_template import ChatTemplate
+from gateway.model.tokenizer import ModelFiles, load_model
 from laps_sd.contract.formats import matcher_of
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -181,7 +182,7 @@ class TestTheModelSees:
         arguments = {"enable_thinking": False, "reasoning_effort": "low"}
 
         for tools in ([], [WEATHER, NOW]):
-            rendered = ChatTemplate(QWEN, special_tokens={}, where="here").render(messages, tools, arguments)
+            rendered = ChatTemplate(QWEN, special_tokens={}).render(messages, tools, arguments)
             assert rendered == tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
