@@ -11,7 +11,7 @@ from gateway.api.open_inference import SERVER_METHODS, OpenInferenceService
 from gateway.api.vllm_metrics import VllmMetrics
 from gateway.calls.calls import Calls
 from gateway.links.shards import Shards
-from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
+from gateway.model.files import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from laps_sd.errors import StartupError

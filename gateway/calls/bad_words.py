@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 
 __all__ = ["BadWords"]
 

@@ -39,7 +39,7 @@ from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.fair_turns import FairTurns
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gateway.calls.bad_words import BadWords
 from gateway.calls.validation import SpeculationMode, prompt_too_long
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import MAX_BAD_WORD_TOKENS
 from laps_sd.contract.prompt_blocks import NAME_BYTES

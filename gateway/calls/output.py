@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gateway.links.client_stream import Accepted, Batch
 from gateway.model.detokenizer import Detokenizer
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.contract.ends import End
 from laps_sd.errors import DeadlineExceeded
 from laps_sd.service.ends import FINISH_REASONS, end_of_kind

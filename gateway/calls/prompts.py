@@ -10,7 +10,7 @@ from gateway.model.bounded_json import decode_text, is_flat
 from gateway.model.chat_template import TemplateRefused
 from gateway.model.continued import MARK, cut_at_mark
 from gateway.model.fair_turns import FairTurns
-from gateway.model.tokenizer import THREAD_FROM_CHARACTERS, ModelFiles
+from gateway.model.files import THREAD_FROM_CHARACTERS, ModelFiles
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2

@@ -11,9 +11,9 @@ from gateway.calls.completion import cache_salt, complete
 from gateway.calls.prompts import Prompts
 from gateway.calls.tools import output_format_of
 from gateway.calls.validation import check_prompt_logprobs, choices_of
+from gateway.model.files import ModelFiles
 from gateway.model.formats import FormatJudge
 from gateway.model.reasoning import State
-from gateway.model.tokenizer import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import prompt_logprobs_in_all
 from laps_sd.contract.prompt_blocks import name_blocks

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from gateway.model.bounded_json import decode_text, is_few, is_flat
 from gateway.model.dialect import Dialect
+from gateway.model.files import ModelFiles
 from gateway.model.reasoning import State
-from gateway.model.tokenizer import ModelFiles
 from gateway.model.tool_calls.constraint import TooLong, Wanted, grammar
 from gateway.model.tool_calls.parameters import Schema, Unwritable
 from gateway.settings import GatewaySettings

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from gateway.calls.tools import characters_of, check_tools
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import (
     MAX_ALLOWED_TOKENS,

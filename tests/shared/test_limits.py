@@ -10,7 +10,7 @@ import pytest
 
 from gateway.calls.completion import complete
 from gateway.calls.validation import check_request
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.contract import limits
 from laps_sd.errors import InvalidArgument

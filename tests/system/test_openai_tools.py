@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from gateway.model.tokenizer import load_model
+from gateway.model.files import load_model
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.stack.local import LocalStack
 

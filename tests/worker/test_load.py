@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from gateway.model.tokenizer import load_model
+from gateway.model.files import load_model
 from laps_sd.contract.ends import End
 from laps_sd.service.model_dir import POSITIONS
 from tests.worker.drive import finish_all

@@ -11,8 +11,8 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.growing import GrowingReply
 from gateway.api.openai.reply import COMPACT
 from gateway.api.openai.request import ParsedRequest
+from gateway.model.files import ModelFiles
 from gateway.model.reasoning import State
-from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import LapsSdError
 from laps_sd.v1 import inference_pb2
 

@@ -11,8 +11,8 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.message import readers_of
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.output import Piece
+from gateway.model.files import ModelFiles
 from gateway.model.reasoning import State
-from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import end_of_reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.v1.inference_pb2 import GenerateRequest
 
 __all__ = ["echo_of"]

@@ -16,8 +16,8 @@ from gateway.api.openai.prompt_logprobs import beginning_of_logprobs, vllm_json
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.output import Piece
 from gateway.model.detokenizer import TokenDecoder
+from gateway.model.files import ModelFiles
 from gateway.model.reasoning import State
-from gateway.model.tokenizer import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError

@@ -16,7 +16,7 @@ from gateway.api.openai.models import Message
 from gateway.api.openai.request import put_messages
 from gateway.api.openai.tools import ToolFields, set_tools
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1.inference_pb2 import GenerateRequest
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from gateway.app import GatewayApp
 from gateway.links.link import ShardLink
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from gateway.settings import GatewaySettings
 from laps_sd.service.wire import make_channel
 from laps_sd.v1 import inference_pb2_grpc

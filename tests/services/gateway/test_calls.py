@@ -19,7 +19,7 @@ from gateway.calls.calls import Caller
 from gateway.calls.completion import body_hash
 from gateway.calls.prompts import SYSTEM_CHARACTERS, Prompts
 from gateway.calls.validation import LOGPROB_BYTES, TOKEN_BYTES
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from laps_sd.contract.length_features import FeatureHash, problem_of
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, NAME_BYTES, name_blocks
 from laps_sd.errors import retry_after_s

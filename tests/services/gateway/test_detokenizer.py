@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.model.detokenizer import REPLACEMENT, Decode, Detokenizer, TokenDecoder
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 
 ids_lists = st.lists(st.integers(0, 330), max_size=60)
 texts = st.text(

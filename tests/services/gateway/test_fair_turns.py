@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.calls.prompts import LONG_PROMPTS_AT_ONCE, Prompts
 from gateway.model.fair_turns import FairTurns
-from gateway.model.tokenizer import THREAD_FROM_CHARACTERS
+from gateway.model.files import THREAD_FROM_CHARACTERS
 from laps_sd.v1.inference_pb2 import GenerateRequest
 
 

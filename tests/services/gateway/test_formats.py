@@ -15,8 +15,8 @@ import pytest
 import uvloop
 
 from gateway.model import formats
+from gateway.model.files import ModelFiles
 from gateway.model.formats import FormatJudge
-from gateway.model.tokenizer import ModelFiles
 from laps_sd.errors import ResourceExhausted, Unavailable
 from laps_sd.v1.inference_pb2 import GenerateRequest, OutputFormat
 from tests.helpers import wait_until_async

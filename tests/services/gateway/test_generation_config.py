@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.calls.completion import complete
-from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
+from gateway.model.files import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from laps_sd.v1.inference_pb2 import GenerateRequest, SamplingParams
 from tests.services.gateway.conftest import write_model

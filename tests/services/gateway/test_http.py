@@ -20,7 +20,7 @@ from gateway.api import http_connections, http_server, http_stream
 from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.reply import Reply
 from gateway.calls import calls
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.v1 import gateway_link_pb2 as link_pb2

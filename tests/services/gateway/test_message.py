@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.openai.message import MessageReader
+from gateway.model.files import ModelFiles
 from gateway.model.reasoning import REASONING, ReasoningReader, State
-from gateway.model.tokenizer import ModelFiles
 from gateway.model.tool_calls.families import FAMILIES
 
 FRAGMENTS = st.sampled_from(

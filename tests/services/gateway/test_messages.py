@@ -12,7 +12,7 @@ import pytest
 from gateway.api.anthropic.body import read_messages
 from gateway.api.http_requests import with_api_key
 from gateway.api.openai.unknown_fields import refuse
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from tests.services.gateway.conftest import TEMPLATE, Served, Start, write_model

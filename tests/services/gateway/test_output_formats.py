@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from gateway.api.openai.models import CompletionBody
 from gateway.api.openai.output_formats import read_format
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.contract.formats import matcher_of
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.calls.output import Output
 from gateway.links.client_stream import Accepted, Batch
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.service.text_parameters import text_parameters
 from laps_sd.v1.gateway_link_pb2 import RequestEnd
 from laps_sd.v1.inference_pb2 import Cursor, SamplingParams, TokenLogprobs

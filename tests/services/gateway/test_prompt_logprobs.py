@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.client.repair import Progress, collect
 from laps_sd.client.request import make_request
 from laps_sd.v1.inference_pb2 import (

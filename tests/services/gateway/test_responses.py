@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from tests.services.gateway.conftest import Served, Start
 from tests.services.gateway.fake_scheduler import Kind
 

@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 
 from gateway.calls.tools import MAX_DEPTH, MAX_TOOLS
 from gateway.model.chat_template import ChatTemplate
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from laps_sd.contract.formats import matcher_of
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.v1 import gateway_link_pb2 as link_pb2

@@ -12,7 +12,7 @@ from gateway.calls.bad_words import BadWords
 from gateway.calls.completion import body_hash, complete
 from gateway.calls.validation import check_request
 from gateway.links.request_ids import shard_of
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from gateway.settings import GatewaySettings
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1.inference_pb2 import (

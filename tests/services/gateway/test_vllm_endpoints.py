@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import laps_sd
-from gateway.model.tokenizer import ModelFiles
+from gateway.model.files import ModelFiles
 from tests.services.gateway.conftest import CONTEXT, Served, Start
 from tests.services.gateway.test_http import CHAT, TEXT
 from tests.services.gateway.test_vllm_fields import answer_of

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.api.openai.request import read_chat
 from gateway.model.continued import MARK, cut_at_mark
-from gateway.model.tokenizer import ModelFiles, load_model
+from gateway.model.files import ModelFiles, load_model
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1.inference_pb2 import TokenLogprobs

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from gateway.app import load_configured_model
 from gateway.model.chat_template import ChatTemplate, TemplateRefused
+from gateway.model.files import ModelFiles, ModelFilesError, load_model
 from gateway.model.token_bytes import TokenBytes
-from gateway.model.tokenizer import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from laps_sd.errors import StartupError
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest

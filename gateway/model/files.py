@@ -1,4 +1,4 @@
-"""The parts of a model that a gateway uses: tokenizer, chat template, context limit. No weights, no torch."""
+"""The files of a model that a gateway reads: tokenizer, chat template, context limit. No weights, no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class ModelFiles:
     eos_ids: frozenset[int]
     silent_ids: frozenset[int]  # special tokens: they have no text
     pieces: TokenBytes
-    dialect: Dialect = NONE
     markup_ids: frozenset[int] = frozenset()
     """Those of `silent_ids` that are markup of tool calls or reasoning."""
     recommended: SamplingParams = field(default_factory=SamplingParams)
@@ -51,6 +50,11 @@ class ModelFiles:
     """LoRA adapters of the model, which requests name as their model."""
     vocabulary: bytes = b""
     """Digest of the tokens of all ids."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """Return how the model writes calls and reasoning."""
+        return NONE if self.template is None else self.template.dialect
 
     @property
     def names(self) -> Sequence[str]:
@@ -106,56 +110,57 @@ def load_model(
     """
     tokenizer = _tokenizer(directory / "tokenizer.json")
     config = _read_json(directory / "config.json")
-    text_config = config.get("text_config", config)
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
-    generation_config = _read_json(directory / "generation_config.json")
-
-    try:
-        parameters = recommended(generation_config) if recommendations else SamplingParams()
-    except ValueError as error:
-        raise ModelFilesError(
-            f"{directory / 'generation_config.json'}: {error}; LAPS_SD_GENERATION_CONFIG=none does not read it"
-        ) from None
-
-    limit = model_dir.context_tokens(directory, context_tokens)
-    if limit is None:
-        raise ModelFilesError(
-            f"{directory / 'config.json'} has no context limit ({model_dir.POSITIONS[0]}, or {model_dir.POSITIONS[1]} "
-            "and the like); set LAPS_SD_CONTEXT_TOKENS"
-        )
     vocab_size = max(
-        int(text_config.get("vocab_size") or 0), tokenizer.get_vocab_size(with_added_tokens=True)
+        int(config.get("text_config", config).get("vocab_size") or 0),
+        tokenizer.get_vocab_size(with_added_tokens=True),
     )
-
     special_tokens = {
         key: text
         for key, value in tokenizer_config.items()
         if key.endswith("_token") and (text := _token_text(value)) is not None
     }
+    template = _chat_template(directory, tokenizer_config, special_tokens, parsers)
+    markup = () if template is None else template.dialect.markup()
     eos_ids = model_dir.end_ids(directory)
     special_ids = {
         token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
     }
     silent_ids = frozenset(special_ids | eos_ids)
-
-    template = _chat_template(directory, tokenizer_config, special_tokens, parsers)
-    dialect = NONE if template is None else template.dialect
     return ModelFiles(
         name=name,
         tokenizer=tokenizer,
         template=template,
-        context_tokens=limit,
+        context_tokens=_context_tokens(directory, context_tokens),
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         silent_ids=silent_ids,
         pieces=TokenBytes(tokenizer),
-        dialect=dialect,
-        markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in dialect.markup()},
-        recommended=parameters,
+        markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in markup},
+        recommended=_recommended(directory / "generation_config.json", used=recommendations),
         aliases=aliases,
         adapters=adapters,
         vocabulary=vocabulary_digest(directory),
     )
+
+
+def _recommended(path: Path, *, used: bool) -> SamplingParams:
+    """Return the parameters in a file, which must be JSON also if it is not `used`."""
+    config = _read_json(path)
+    try:
+        return recommended(config) if used else SamplingParams()
+    except ValueError as error:
+        raise ModelFilesError(f"{path}: {error}; LAPS_SD_GENERATION_CONFIG=none does not read it") from None
+
+
+def _context_tokens(directory: Path, given: int | None) -> int:
+    tokens = model_dir.context_tokens(directory, given)
+    if tokens is None:
+        raise ModelFilesError(
+            f"{directory / 'config.json'} has no context limit ({model_dir.POSITIONS[0]}, or {model_dir.POSITIONS[1]} "
+            "and the like); set LAPS_SD_CONTEXT_TOKENS"
+        )
+    return tokens
 
 
 def _tokenizer(path: Path) -> Tokenizer:
