@@ -15,6 +15,7 @@ from laps_sd.service.log import get_logger
 from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens, stored_dtype
 from laps_sd.service.tokenizer_match import check_tokenizers
 from worker_svc.engine.interface import Engine, ModelError
+from worker_svc.engine.options import LoadOptions
 from worker_svc.engine.vllm.options import VllmOptions
 from worker_svc.fake.paced import paced
 from worker_svc.settings import WorkerSettings
@@ -58,7 +59,6 @@ def _model_engine(settings: WorkerSettings) -> Engine:
         from worker_svc.engine.engine import is_out_of_memory
         from worker_svc.engine.load import load_engine
         from worker_svc.engine.models.errors import first_line
-        from worker_svc.engine.options import LoadOptions
     except ImportError as error:
         raise StartupError(
             f"The worker needs PyTorch and transformers ({error}): pip install 'laps-sd[worker]', "
@@ -71,29 +71,7 @@ def _model_engine(settings: WorkerSettings) -> Engine:
     model_logging.set_verbosity_error()
     model_logging.disable_progress_bar()
     try:
-        options = LoadOptions(
-            device=settings.device,
-            threads=threads,
-            cores=cores,
-            dtype=settings.dtype,
-            quantization=settings.quantization,
-            slots=settings.slots,
-            blocks=settings.kv_blocks,
-            memory_bytes=settings.kv_memory_bytes,
-            block_size=settings.block_size,
-            max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
-            max_draft_len=settings.max_draft_len,
-            draft_len=settings.draft_len,
-            deterministic=settings.deterministic,
-            prefill_chunk=settings.prefill_chunk,
-            max_round_s=settings.max_round_s,
-            host_bytes=settings.host_bytes,
-            drafter=settings.drafter,
-            prefix_reuse_tokens=settings.prefix_reuse_tokens,
-            trust_remote_code=settings.trust_remote_code,
-            length_probe=settings.length_probe,
-        )
-        engine = load_engine(target, draft, options)
+        engine = load_engine(target, draft, _load_options(settings, target, threads, cores))
     except (ModelError, ValueError, OSError) as error:
         raise StartupError(f"The model pair cannot be served: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -106,6 +84,33 @@ def _model_engine(settings: WorkerSettings) -> Engine:
     if engine.all_by_kernels:  # what is left for torch is small
         torch.set_num_threads(1)
     return engine
+
+
+def _load_options(
+    settings: WorkerSettings, target: Path, threads: int, cores: tuple[int, ...]
+) -> LoadOptions:
+    return LoadOptions(
+        device=settings.device,
+        threads=threads,
+        cores=cores,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        slots=settings.slots,
+        blocks=settings.kv_blocks,
+        memory_bytes=settings.kv_memory_bytes,
+        block_size=settings.block_size,
+        max_length=context_tokens(target, settings.context_tokens) or LONGEST_DEFAULT_TOKENS,
+        max_draft_len=settings.max_draft_len,
+        draft_len=settings.draft_len,
+        deterministic=settings.deterministic,
+        prefill_chunk=settings.prefill_chunk,
+        max_round_s=settings.max_round_s,
+        host_bytes=settings.host_bytes,
+        drafter=settings.drafter,
+        prefix_reuse_tokens=settings.prefix_reuse_tokens,
+        trust_remote_code=settings.trust_remote_code,
+        length_probe=settings.length_probe,
+    )
 
 
 def _threads(settings: WorkerSettings) -> tuple[int, tuple[int, ...]]:
@@ -127,15 +132,7 @@ def _limit_threads(threads: int) -> None:
 def _vllm_engine(settings: WorkerSettings) -> Engine:
     arguments = arguments_of(settings.vllm_args)
     named = arguments.pop("model", None)
-    if named is None:
-        target, draft = model_directories(settings)
-    else:
-        target, draft = local_model(Path(named)), None
-        if not target.is_dir():
-            raise StartupError(
-                f"There is no directory {target}: the 'model' of LAPS_SD_VLLM_ARGS must name a model directory or"
-                " a model of the Hugging Face hub."
-            )
+    target, draft = model_directories(settings) if named is None else (_named_model(named), None)
     draft = _used_draft(settings, target, draft)
     speculative = arguments.pop("speculative_config", _speculation(settings, draft))
     _limit_threads(_threads(settings)[0])
@@ -241,6 +238,17 @@ def model_directories(settings: WorkerSettings) -> tuple[Path, Path | None]:
         if path is not None and not path.is_dir():
             raise StartupError(f"There is no directory {path}: {advice}.")
     return target, draft
+
+
+def _named_model(named: str) -> Path:
+    """Return the directory of the model that vLLM's arguments name. Raises StartupError."""
+    target = local_model(Path(named))
+    if not target.is_dir():
+        raise StartupError(
+            f"There is no directory {target}: the 'model' of LAPS_SD_VLLM_ARGS must name a model directory or"
+            " a model of the Hugging Face hub."
+        )
+    return target
 
 
 def _fake_engine(settings: WorkerSettings) -> Engine:
