@@ -41,45 +41,35 @@ def load_engine(
     """
     options = options or LoadOptions()
     device = _device(options.device)
-    options = replace(options, dtype=dtype_for(options.dtype, Path(target_dir), device))
+    target_path = Path(target_dir)
+    options = replace(options, dtype=dtype_for(options.dtype, target_path, device))
     if options.drafter == "model" and draft_dir is None:
         raise ValueError("drafter model needs a draft model")
-    if options.drafter in ("lookup", "none"):
-        draft_dir = None  # it would not be used
-    target_path, draft_path = Path(target_dir), Path(draft_dir) if draft_dir is not None else None
-    if options.deterministic and device.type != "cpu":
-        raise ModelError(
-            f"deterministic needs a CPU: on {device} the bits of a product depend on the other rows; leave the setting out"
-        )
-    if options.deterministic and options.dtype == "float16":
-        raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
+    draft_path = None
+    if draft_dir is not None and options.drafter not in ("lookup", "none"):
+        draft_path = Path(draft_dir)
+    _check_deterministic(options, device)
     if draft_path is not None:
         check_tokenizers(target_path, draft_path)
     kernels.use_threads(options.threads, options.cores)
     target = _model(target_path, "target", device, options, deterministic=options.deterministic)
-    if options.deterministic and options.dtype != "float32" and not target.exact:
-        raise ModelError(
-            f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
-            f"multiples of {PANEL}, on an x86 CPU with AVX2; "
-            "leave the setting out, or use float32"
-        )
-    draft = None
+    _check_exact(options, target)
     tokenizer = load_tokenizer(target_path)
     eos_ids = frozenset(token for token in end_ids(target_path) if token < target.shape.vocab_size)
+    draft = None
     if draft_path is not None:
         # The draft's tokens are only guesses: its arithmetic may differ from batch to batch.
         draft = _model(draft_path, "draft", device, options, deterministic=False)
         check_vocabularies(target_path, target, draft_path, draft)
-    formats = None  # they need a tokenizer
-    if tokenizer is not None:
-        formats = Formats(target_path / "tokenizer.json", target.shape.vocab_size, eos_ids)
     engine = SpeculativeEngine(
         target,
         draft,
         _engine_options(options, target, draft),
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        formats=formats,
+        formats=None
+        if tokenizer is None
+        else Formats(target_path / "tokenizer.json", target.shape.vocab_size, eos_ids),
         probe=_probe(target_path, target) if options.length_probe else None,
         fingerprint=_fingerprint(target_path, draft_path, options, eos_ids),
         vocabulary=vocabulary_digest(target_path),
@@ -92,15 +82,37 @@ def load_engine(
         (target.bytes_read or 0) / engine.lengths.plain(1),
     )
     engine.facts = facts(
-        _models(target_path, target, draft_path, draft, options.dtype),
-        _engine(target, draft, options, engine.options, engine.computed_by),
+        _models_in_words(target_path, target, draft_path, draft, options.dtype),
+        _engine_in_words(target, draft, options, engine.options, engine.computed_by),
         engine.capacity,
         bytes_per_token=sum(_bytes_per_token(model) for model in (target, draft) if model is not None),
     )
     return engine
 
 
-def _models(
+def _check_deterministic(options: LoadOptions, device: torch.device) -> None:
+    """Raise ModelError or ValueError if no model could be deterministic with these options on this device."""
+    if not options.deterministic:
+        return
+    if device.type != "cpu":
+        raise ModelError(
+            f"deterministic needs a CPU: on {device} the bits of a product depend on the other rows; leave the setting out"
+        )
+    if options.dtype == "float16":
+        raise ValueError("deterministic needs dtype float32 or bfloat16, not float16")
+
+
+def _check_exact(options: LoadOptions, target: PackedModel) -> None:
+    """Raise ModelError if this target is not deterministic, and the options say so."""
+    if options.deterministic and options.dtype != "float32" and not target.exact:
+        raise ModelError(
+            f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "
+            f"multiples of {PANEL}, on an x86 CPU with AVX2; "
+            "leave the setting out, or use float32"
+        )
+
+
+def _models_in_words(
     target_path: Path, target: PackedModel, draft_path: Path | None, draft: PackedModel | None, dtype: str
 ) -> str:
     words = model_words("target", target_path, target.kind, target.parameters)
@@ -111,7 +123,7 @@ def _models(
     return f"{words}, {dtype}" + (f", weights {' and '.join(sorted(kinds))}" if kinds else "")
 
 
-def _engine(
+def _engine_in_words(
     target: PackedModel,
     draft: PackedModel | None,
     given: LoadOptions,
