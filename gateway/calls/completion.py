@@ -37,23 +37,56 @@ def complete(
     shared by all submissions of a call. `capacity_tokens`: the most tokens of prompt and output for which the workers
     have room, if that is known; an output without a limit of its own is that much shorter.
     """
-    prompt = request.WhichOneof("prompt") or "prompt"
-    if not prompt_ids:
-        raise InvalidArgument(prompt, "must make at least one token, got none")
-    left = model.context_tokens - len(prompt_ids)
-    if left < 1:
-        raise prompt_too_long(prompt, len(prompt_ids), model)
-    if request.sampling.max_tokens > left:
-        raise InvalidArgument(
-            "sampling.max_tokens",
-            f"must be at most {left} after a prompt of {len(prompt_ids)} tokens in a context of "
-            f"{model.context_tokens}, got {request.sampling.max_tokens}",
-        )
+    left = _context_left(request, len(prompt_ids), model)
     room = left if capacity_tokens is None else max(1, min(left, capacity_tokens - len(prompt_ids)))
     sampling = _filled_in(request.sampling, room, settings, model, fallback_seed)
     _set_bad_words(sampling, bad_words or BadWords(model))
     sampling.seed = (sampling.seed + choice) % 2**64
     adapter = model.adapter_of(request.model)
+    submit = gateway_link_pb2.Submit(
+        tenant=tenant,
+        specification=_specification(request, prompt_ids, sampling, settings, tenant, adapter),
+        idempotency_key=request.idempotency_key,
+        body_hash=body_hash(request),
+        priority=request.priority,
+        workload_class=request.workload_class,
+        keep=request.keep,
+        grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
+        model=adapter or model.name,
+    )
+    if request.HasField("time_limit_ms"):
+        submit.time_limit_ms = request.time_limit_ms
+    if request.HasField("expected_output_tokens"):
+        submit.expected_output_tokens = request.expected_output_tokens
+    return submit
+
+
+def _context_left(request: inference_pb2.GenerateRequest, prompt_tokens: int, model: ModelFiles) -> int:
+    """Return the tokens of the context after the prompt. Raises InvalidArgument if the request needs more."""
+    prompt = request.WhichOneof("prompt") or "prompt"
+    if not prompt_tokens:
+        raise InvalidArgument(prompt, "must make at least one token, got none")
+    left = model.context_tokens - prompt_tokens
+    if left < 1:
+        raise prompt_too_long(prompt, prompt_tokens, model)
+    if request.sampling.max_tokens > left:
+        raise InvalidArgument(
+            "sampling.max_tokens",
+            f"must be at most {left} after a prompt of {prompt_tokens} tokens in a context of "
+            f"{model.context_tokens}, got {request.sampling.max_tokens}",
+        )
+    return left
+
+
+def _specification(
+    request: inference_pb2.GenerateRequest,
+    prompt_ids: Sequence[int],
+    sampling: inference_pb2.SamplingParams,
+    settings: GatewaySettings,
+    tenant: str,
+    adapter: str,
+) -> gateway_link_pb2.Specification:
+    """Return what a worker gets of a request; `sampling` is filled in."""
     specification = gateway_link_pb2.Specification(
         prompt_ids=prompt_ids,
         sampling=sampling,
@@ -73,23 +106,7 @@ def complete(
         specification.logprobs = request.logprobs
     if request.HasField("prompt_logprobs"):
         specification.prompt_logprobs = request.prompt_logprobs
-
-    submit = gateway_link_pb2.Submit(
-        tenant=tenant,
-        specification=specification,
-        idempotency_key=request.idempotency_key,
-        body_hash=body_hash(request),
-        priority=request.priority,
-        workload_class=request.workload_class,
-        keep=request.keep,
-        grace_ms=round(settings.grace_with_key_s * 1000) if request.idempotency_key else 0,
-        model=adapter or model.name,
-    )
-    if request.HasField("time_limit_ms"):
-        submit.time_limit_ms = request.time_limit_ms
-    if request.HasField("expected_output_tokens"):
-        submit.expected_output_tokens = request.expected_output_tokens
-    return submit
+    return specification
 
 
 def _filled_in(
