@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 
@@ -46,50 +47,24 @@ class Verification:
         device = self.pair.device
         pieces = [Piece(request.sequence.target, request.start, request.fed) for request in fed]
         plan = self.pair.target.planner.plan(pieces)
-        host_ids = [0] * plan.total
-        logit_rows: list[int] = []
-        # Rows without a choice. NaN and infinity must be detected there too, before another request reads the
-        # KV.
-        watched: list[int] = []
-        choice_rows: list[int] = []
-        looked_at: list[RoundRequest] = []
-        hidden_rows: list[int] = []
-        scored: list[RoundRequest] = []
-        prompt_rows: list[int] = []
-        for request, (_, start, count), row in zip(fed, pieces, plan.first_row, strict=True):
-            known = request.sequence.tokens[start : start + count]
-            known += request.draft_tokens  # empty where they are on the device
-            host_ids[row : row + len(known)] = known
-            chosen = request.choices
-            logit_rows.extend(range(row + count - chosen, row + count))
-            choice_rows.extend(range(request.first_choice, request.first_choice + chosen))
-            if not chosen:
-                watched.append(row + count - 1)
-            if request.sequence.prompt_logprobs is not None:
-                request.prompt_rows = rows_wanted(request.sequence, start, request.chunk)
-                if request.prompt_rows:
-                    scored.append(request)
-                    prompt_rows.extend(row + at - start for at in request.prompt_rows)
-            if request.looked_at:
-                looked_at.append(request)
-                hidden_rows.append(row + request.context - 1 - start)
-        ids = kernels.int64s(host_ids).to(device)
+        rows = _packed_rows(fed, pieces, plan)
+        ids = kernels.int64s(rows.ids).to(device)
         guesses = _fill_in(ids, fed, plan, on_device)
         # [choice rows, watched rows and prompt rows, vocab]
-        wanted = kernels.int64s(logit_rows + watched + prompt_rows).to(device)
-        hidden = HiddenRows(self.hidden_layer, hidden_rows) if looked_at else None
+        wanted = kernels.int64s(rows.with_choice + rows.watched + rows.of_prompts).to(device)
+        hidden = HiddenRows(self.hidden_layer, rows.hidden) if rows.hidden else None
         logits = self.pair.target.forward(ids, plan, wanted, hidden)
-        if scored:
-            of_prompts = logits[len(logits) - len(prompt_rows) :]
-            logits = logits[: len(logits) - len(prompt_rows)]
-            for request in add_prompt_logprobs(of_prompts, scored):
+        if rows.scored:
+            own = len(logits) - len(rows.of_prompts)
+            for request in add_prompt_logprobs(logits[own:], rows.scored):
                 request.problem = NOT_FINITE
+            logits = logits[:own]
         if guesses is None and kernels.choose_of(logits):
-            picked, finite = _choose_by_kernels(logits, choice_rows, choices)
+            picked, finite = _choose_by_kernels(logits, rows.choice_rows, choices)
         else:
-            count = len(choice_rows)
+            count = len(rows.choice_rows)
             sound = logits.sum(-1, dtype=torch.float32).isfinite().long()
-            chosen_ids = choices.choose(logits[:count], choice_rows)
+            chosen_ids = choices.choose(logits[:count], rows.choice_rows)
             parts = [chosen_ids, sound] if guesses is None else [chosen_ids, sound, guesses]
             picked = torch.cat(parts).tolist()  # the round's only transfer to the host
             finite = all(picked[count : count + len(sound)])
@@ -101,7 +76,7 @@ class Verification:
             at = after
         _add_logprobs(logits, picked, fed)
         if hidden is not None:
-            for request, state in zip(looked_at, hidden.on_host(), strict=True):
+            for request, state in zip(rows.looked_at, hidden.on_host(), strict=True):
                 request.hidden = state
         return finite
 
@@ -142,6 +117,43 @@ class Verification:
     def _clean_pools(self) -> None:
         for pool in self.pair.pools:
             pool.zero_nonfinite()
+
+
+class _PackedRows(NamedTuple):
+    """The packed rows of a forward, by what is wanted at each."""
+
+    ids: list[int]  # tokens of all rows; 0 in padding, and where a draft token is on the device
+    with_choice: list[int]
+    choice_rows: list[int]  # those of `Choices`, in the order of `with_choice`
+    # Rows without a choice. NaN and infinity must be detected there too, before another request reads the KV.
+    watched: list[int]
+    of_prompts: list[int]  # whose logits become log probabilities of the prompts of `scored`
+    scored: list[RoundRequest]
+    hidden: list[int]  # the last of its context of each request in `looked_at`
+    looked_at: list[RoundRequest]
+
+
+def _packed_rows(fed: SequenceOf[RoundRequest], pieces: SequenceOf[Piece], plan: Plan) -> _PackedRows:
+    """Return the rows of these requests, and set their `prompt_rows`."""
+    rows = _PackedRows([0] * plan.total, [], [], [], [], [], [], [])
+    for request, (_, start, count), row in zip(fed, pieces, plan.first_row, strict=True):
+        known = request.sequence.tokens[start : start + count]
+        known += request.draft_tokens  # empty where they are on the device
+        rows.ids[row : row + len(known)] = known
+        chosen = request.choices
+        rows.with_choice.extend(range(row + count - chosen, row + count))
+        rows.choice_rows.extend(range(request.first_choice, request.first_choice + chosen))
+        if not chosen:
+            rows.watched.append(row + count - 1)
+        if request.sequence.prompt_logprobs is not None:
+            request.prompt_rows = rows_wanted(request.sequence, start, request.chunk)
+            if request.prompt_rows:
+                rows.scored.append(request)
+                rows.of_prompts.extend(row + at - start for at in request.prompt_rows)
+        if request.looked_at:
+            rows.looked_at.append(request)
+            rows.hidden.append(row + request.context - 1 - start)
+    return rows
 
 
 def _choose_by_kernels(
