@@ -34,6 +34,7 @@ LEARNED = 1_500
 """Ended requests that the core has learned from: while there are fewer than 1,000, it also learns from those that run."""
 TENANT = "tenant"
 CLASSES = ("", "chat", "code", "summary")
+SEED = 1
 ARRIVALS_PER_STEP = 256
 """Arrivals per step while the queue is filled."""
 WARM_UP_STEPS = 20
@@ -44,14 +45,13 @@ interval."""
 class VirtualShard:
     """The core, its workers, and the arrivals that keep the queue at its length."""
 
-    def __init__(self, *, queued: int, workers: int, slots: int, policy: str, seed: int = 1) -> None:
+    def __init__(self, *, queued: int, workers: int, slots: int, policy: str) -> None:
         """`queued` requests wait in addition to those that fill the workers' lists."""
         self.now_s = 0.0
         self.arrivals = 0
         self._committed: dict[str, tuple[int, int]] = {}
         """Committed rounds and output tokens of unfinished requests that have run."""
-        self._seed = seed
-        self._rng = random.Random(seed)
+        self._rng = random.Random(SEED)
         settings = CoreSettings()
         self.core = Scheduler(policy_named(policy, settings), settings, self._learned())
         self.workers: dict[str, VirtualWorker] = {}
@@ -89,10 +89,10 @@ class VirtualShard:
 
     def _words(self, request_id: str) -> bytes:
         """Return the hashed words of a prompt, which show something of its output's length."""
-        return packed(prompt_features(f"{self._seed} {request_id}", MEDIAN_TOKENS))
+        return packed(prompt_features(f"{SEED} {request_id}", MEDIAN_TOKENS))
 
     def _output_tokens(self, request_id: str) -> int:
-        rng = random.Random(f"{self._seed} {request_id}")
+        rng = random.Random(f"{SEED} {request_id}")
         return max(1, min(MAX_TOKENS, output_length(rng, MEDIAN_TOKENS)))
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class VirtualShard:
 
     def _job(self, request_id: str) -> Job:
         """Return the true output of a request; it is drawn when the request is leased, equal for each lease."""
-        rng = random.Random(f"{self._seed} paces of {request_id}")
+        rng = random.Random(f"{SEED} paces of {request_id}")
         prompt = rng.randint(16, 512)
         output = self._output_tokens(request_id)
         acceptance = rng.betavariate(5.4, 2.6)

@@ -99,15 +99,15 @@ def named(spec: str) -> str:
     return spec.replace(":perceived_levels=true", ", perceived levels")
 
 
-def draw_policy(path: Path, results: Mapping[str, Any], source: str = "") -> None:
+def draw_policy(path: Path, results: Mapping[str, Any]) -> None:
     """Draw the results of `laps-sd bench policy` (`about` and `rows`, as it writes them): of one regime all
     policies, of several regimes `laps-sd` alone.
     """
     regimes = list(results["about"]["regimes"])
     if len(regimes) == 1:
-        draw_regime(path, results, regimes[0], source)
+        draw_regime(path, results, regimes[0])
     else:
-        draw_overview(path, results, source)
+        draw_overview(path, results)
 
 
 def draw_regime(path: Path, results: Mapping[str, Any], regime: str, source: str = "") -> None:
@@ -250,7 +250,7 @@ SIGNALS = {
 """Colour and label of each signal."""
 
 
-def draw_autoscale(path: Path, rows: Sequence[Mapping[str, Any]], source: str = "") -> None:
+def draw_autoscale(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the points of `laps-sd bench autoscale`: devices held on average against latency, one curve per
     signal and one point per target; 95 % intervals over windows of the trace where there are several.
     """
@@ -284,4 +284,4 @@ def draw_autoscale(path: Path, rows: Sequence[Mapping[str, Any]], source: str = 
         axes.grid(visible=True, which="both", alpha=0.25)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    _save(figure, path, source)
+    _save(figure, path)

@@ -151,11 +151,11 @@ def sample(
     return samples
 
 
-def rounds_of(agrees: Sequence[bool], gamma: int = GAMMA) -> list[Round]:
+def rounds_of(agrees: Sequence[bool]) -> list[Round]:
     """A request's rounds. The last one drafts no further than the output's end."""
     rounds, at = [], 0
     while at < len(agrees):
-        window = agrees[at : at + gamma]
+        window = agrees[at : at + GAMMA]
         accepted = next((i for i, agree in enumerate(window) if not agree), len(window))
         rounds.append(Round(len(window), min(accepted + 1, len(window)), accepted))
         at += accepted + 1

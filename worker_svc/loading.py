@@ -265,7 +265,7 @@ def _fake_engine(settings: WorkerSettings) -> Engine:
         max_length=longest,
         max_draft_len=settings.max_draft_len,
         draft_len=min(4, settings.max_draft_len) if settings.draft_len is None else settings.draft_len,
-        lengths=lognormal_lengths(settings.fake_output_tokens, 0.8) if settings.fake_output_tokens else None,
+        lengths=lognormal_lengths(settings.fake_output_tokens) if settings.fake_output_tokens else None,
         prefill_chunk=settings.prefill_chunk,
         max_round_s=settings.max_round_s,
         prefix_reuse_tokens=settings.prefix_reuse_tokens,

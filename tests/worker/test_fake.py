@@ -33,7 +33,7 @@ def test_the_text_is_known_in_advance(slots: int, chunk: int, how: str, draft_le
         slots=slots,
         draft_len=draft_len,
         prefill_chunk=chunk,
-        lengths=lognormal_lengths(20, 0.8),
+        lengths=lognormal_lengths(20),
         acceptance=0.6,
         target_blocks=400,
     )

@@ -11,16 +11,19 @@ from worker_svc.engine.interface import Specification
 from worker_svc.engine.sampling import counter
 from worker_svc.engine.sampling.restrictions import Restrictions
 
+LENGTH_SIGMA = 0.8
+"""Spread of ln(output tokens) of the fake engine (our choice)."""
 ACCEPTANCE_STREAM = 0xACCE97  # keeps acceptance independent of the tokens of the same seed
 
 Lengths = Callable[[Specification], int]
 
 
-def lognormal_lengths(median: float, sigma: float) -> Lengths:
-    """Return output lengths ~ lognormal(ln median, sigma), at least 1 token, a function of (prompt, seed) alone."""
+def lognormal_lengths(median: float) -> Lengths:
+    """Return output lengths ~ lognormal(ln median, LENGTH_SIGMA), at least 1 token, a function of (prompt, seed)
+    alone."""
 
     def length(spec: Specification) -> int:
-        draw = random.Random(digest_of(spec)).lognormvariate(0.0, sigma)
+        draw = random.Random(digest_of(spec)).lognormvariate(0.0, LENGTH_SIGMA)
         return max(1, round(median * draw))
 
     return length

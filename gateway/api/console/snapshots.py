@@ -73,20 +73,19 @@ class Snapshot:
 class Snapshots:
     """The newest snapshot; `after` may be called from any task of one loop."""
 
-    def __init__(self, shards: Shards, every_s: float = EVERY_S) -> None:
+    def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._every_s = every_s
         self._newest: Snapshot | None = None
         self._taking = asyncio.Lock()
 
     async def after(self, seen: Snapshot | None) -> Snapshot:
-        """Return a snapshot that is at most `every_s` old and is not `seen`; wait for it if need be."""
+        """Return a snapshot that is at most EVERY_S old and is not `seen`; wait for it if need be."""
         now = asyncio.get_running_loop().time
         if seen is not None:
-            await asyncio.sleep(max(0.0, seen.taken_s + self._every_s - now()))
+            await asyncio.sleep(max(0.0, seen.taken_s + EVERY_S - now()))
         async with self._taking:  # the first caller takes it for all
             newest = self._newest
-            if newest is None or newest.taken_s + self._every_s <= now():
+            if newest is None or newest.taken_s + EVERY_S <= now():
                 newest = self._newest = await self._take(now())
         return newest
 

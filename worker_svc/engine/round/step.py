@@ -31,7 +31,7 @@ CHUNKS_ARE_FEW = 8
 class Rounds:
     """The phases of an engine's rounds, and what they learn from round to round."""
 
-    def __init__(self, pair: ModelPair, options: EngineOptions, probe: LengthProbe | None = None) -> None:
+    def __init__(self, pair: ModelPair, options: EngineOptions, probe: LengthProbe | None) -> None:
         self._pair = pair
         max_draft_len = 0 if options.drafter is None else options.max_draft_len
         self.lengths = DraftLengths(max_draft_len, options.draft_len)

@@ -25,7 +25,7 @@ OnDevice = SequenceOf[tuple[SequenceOf[RoundRequest], torch.Tensor]]
 class Verification:
     """The target's part of a round: prefill chunks and draft tokens of all requests share one forward."""
 
-    def __init__(self, pair: ModelPair, hidden_layer: int = 0) -> None:
+    def __init__(self, pair: ModelPair, hidden_layer: int) -> None:
         """`hidden_layer`: target's layers before the hidden states of requests that are looked at."""
         self.pair = pair
         self.hidden_layer = hidden_layer

@@ -30,9 +30,12 @@ class FormatState:
     """
 
     def __init__(
-        self, matcher: Any, compile_again: Callable[[], Any], words: int, end_ids: Iterable[int], end_id: int
+        self, matcher: Any, compile_again: Callable[[], Any], words: int, end_ids: tuple[int, ...]
     ) -> None:
-        """`matcher` is the library's, before any output; `compile_again` returns one that shares nothing with it."""
+        """`matcher` is the library's, before any output; `compile_again` returns one that shares nothing with it.
+
+        `end_ids`: tokens that end an output. Where the format may end, the library's mask has the first of them.
+        """
         self._matcher = matcher
         self._compile_again = compile_again
         # Committed tokens, then draft tokens.
@@ -41,8 +44,7 @@ class FormatState:
         # allows fewer tokens (1.9).
         self._before: tuple[int, Any] | None = None
         self._words = words
-        self._end_ids = tuple(end_ids)
-        self._end_id = end_id
+        self._end_ids = end_ids
         self.problem = ""
 
     def mask(self) -> torch.Tensor | None:
@@ -59,7 +61,7 @@ class FormatState:
         mask = torch.zeros(self._words, dtype=torch.int32)
         known = torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
         mask[: known.numel()] = known
-        if self._has(mask, self._end_id):
+        if self._has(mask, self._end_ids[0]):
             for token in self._end_ids:  # a model may have several, and they mean the same
                 mask[token // 32] |= _bit(token)
         if not bool(mask.any()):
@@ -160,7 +162,6 @@ class Formats:
             functools.partial(self._compile_again, wanted),
             -(-self._vocab // 32),
             self._end_ids,
-            self._end_ids[0],
         )
 
     def _compile_again(self, wanted: OutputFormat) -> Any:
