@@ -14,7 +14,6 @@ import math
 import random
 import statistics
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -22,8 +21,8 @@ from typing import Self
 import grpc
 import grpc.aio
 import redis
-from prometheus_client.parser import text_string_to_metric_families
 
+from bench._metrics import MetricsPage
 from bench._replay import Reply, Send, draw_requests, poisson_times, replay
 from bench.report import progress
 from gateway.calls.prompts import features_of
@@ -188,21 +187,12 @@ class ServedStack:
 
     def worker(self) -> Reading:
         """Read the worker's counters."""
-        with urllib.request.urlopen(self._stack.metrics_url("worker-0")) as answer:
-            text = answer.read().decode()
-        phases: dict[str, float] = {}
-        rounds = 0.0
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "laps_sd_worker_seconds_total":
-                    phases[sample.labels["phase"]] = sample.value
-                elif sample.name == "laps_sd_worker_rounds_total":
-                    rounds = sample.value
-        return Reading(
-            rounds,
-            sum(phases.get(phase, 0.0) for phase in BUSY),
-            sum(phases.get(phase, 0.0) for phase in OUTSIDE_DECODING),
-        )
+        page = MetricsPage(self._stack.metrics_url("worker-0"))
+
+        def seconds(phases: Sequence[str]) -> float:
+            return sum(page.total("laps_sd_worker_seconds_total", phase=phase) for phase in phases)
+
+        return Reading(page.total("laps_sd_worker_rounds_total"), seconds(BUSY), seconds(OUTSIDE_DECODING))
 
 
 # -- calibration ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +30,9 @@ from typing import Any
 
 import grpc.aio
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
+from bench._metrics import MetricsPage
 from bench.report import about, finish, progress, quantile, table
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.service.model_dir import demo_target_dir
@@ -308,14 +307,8 @@ def row(
 
 
 def _cpu_s(port: int) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
-        families = text_string_to_metric_families(reply.read().decode())
-    return next(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == "process_cpu_seconds_total"
-    )
+    page = MetricsPage(f"http://127.0.0.1:{port}/metrics")
+    return page.total("process_cpu_seconds_total")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -22,13 +22,12 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
-from prometheus_client.parser import text_string_to_metric_families
 
+from bench._metrics import MetricsPage
 from bench.report import finish, median_interval, progress, table
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
@@ -162,17 +161,9 @@ class Reading:
 
 
 def read_worker(stack: LocalStack) -> Reading:
-    tokens = seconds = idle_s = 0.0
-    with urllib.request.urlopen(stack.metrics_url("worker-0")) as answer:
-        text = answer.read().decode()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "laps_sd_worker_tokens_total":
-                tokens = sample.value
-            elif sample.name == "laps_sd_worker_seconds_total" and sample.labels["phase"] in PHASES:
-                seconds += sample.value
-                idle_s += sample.value if sample.labels["phase"] == "idle" else 0.0
-    return Reading(tokens, seconds, idle_s)
+    page = MetricsPage(stack.metrics_url("worker-0"))
+    by_phase = {phase: page.total("laps_sd_worker_seconds_total", phase=phase) for phase in PHASES}
+    return Reading(page.total("laps_sd_worker_tokens_total"), sum(by_phase.values()), by_phase["idle"])
 
 
 async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> tuple[float, float]:

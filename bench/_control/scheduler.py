@@ -6,13 +6,13 @@ import argparse
 import asyncio
 import multiprocessing
 import time
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 import redis as redis_client
 
 from bench._control.client import Client
+from bench._metrics import MetricsPage
 from bench.report import progress
 from scheduler_svc.core import COMPILED
 
@@ -63,18 +63,14 @@ class Reading:
 
 
 def read_scheduler(url: str, record: redis_client.Redis) -> Reading:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    with urllib.request.urlopen(url) as answer:
-        text = answer.read().decode()
-    found = {sample.name: sample.value for f in text_string_to_metric_families(text) for sample in f.samples}
+    page = MetricsPage(url)
     used: dict[str, float] = record.info("cpu")  # type: ignore[assignment]  # not the asyncio client
     return Reading(
         time.monotonic(),
-        found["process_cpu_seconds_total"],
+        page.total("process_cpu_seconds_total"),
         used["used_cpu_user"] + used["used_cpu_sys"],
-        found["laps_sd_scheduler_rounds_total"],
-        found["process_resident_memory_bytes"],
+        page.total("laps_sd_scheduler_rounds_total"),
+        page.total("process_resident_memory_bytes"),
     )
 
 
