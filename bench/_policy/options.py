@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench._policy.regime import REGIMES, RIVALS, Regime, read_regime, router_of, settings_of
+from bench._policy.regime import REGIMES, Regime, read_regime, router_of, settings_of
 from bench._simulations import add_arguments
 from scheduler_svc.core.policies import POLICIES
 from simulator.routers import ROUTERS
@@ -46,9 +46,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument("--batch", type=int, help="slots of a worker")
     parser.add_argument("--workers", type=int, help="workers")
     parser.add_argument(
-        "--kv-tokens", type=int, help="tokens of context that a worker's KV holds (default: endless)"
-    )
-    parser.add_argument(
         "--trace",
         type=Path,
         help="arrivals and lengths from a file: CSV arrival_s,input_tokens,output_tokens or Mooncake",
@@ -56,9 +53,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument("--acceptance", type=Path, help="replay recorded rounds from a file (JSON lines)")
     parser.add_argument(
         "--predictor", help="error of the length prediction: sigma of its logarithm (0.3, 1.0, …), or none"
-    )
-    parser.add_argument(
-        "--rivals", action="store_true", help="run every policy in every regime (takes twice as long)"
     )
     parser.add_argument(
         "--details",
@@ -115,17 +109,14 @@ def command_of(options: argparse.Namespace) -> str:
     """
     said = [("regime", name) for name in options.regime or ["chat"]]
     said += [("policy", spec) for spec in options.policy or ()]
-    for name in ("requests", "load", "batch", "workers", "kv_tokens", "trace", "acceptance", "predictor"):
+    for name in ("requests", "load", "batch", "workers", "trace", "acceptance", "predictor"):
         value = getattr(options, name)
         if value is not None:
             said.append((name.replace("_", "-"), value.name if isinstance(value, Path) else value))
     said += [("seeds", options.seeds)]
     for name, loads in options.loads:
         said.append(("loads", f"{name}:" * bool(name) + ",".join(f"{load:g}" for load in loads)))
-    return " ".join(
-        ["laps-sd bench policy", *(f"--{name} {value}" for name, value in said)]
-        + ["--rivals"] * options.rivals
-    )
+    return " ".join(["laps-sd bench policy", *(f"--{name} {value}" for name, value in said)])
 
 
 def regimes_of(options: argparse.Namespace) -> list[Regime]:
@@ -166,8 +157,6 @@ def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
         kinds = tuple(dataclasses.replace(kind, acceptance=replay) for kind in kinds)
     if options.batch is not None:
         machine = dataclasses.replace(machine, slots=options.batch)
-    if options.kv_tokens is not None:
-        machine = dataclasses.replace(machine, kv_tokens=options.kv_tokens)
     workload = dataclasses.replace(
         workload,
         arrivals=arrivals,
@@ -182,6 +171,4 @@ def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
         changed = dataclasses.replace(changed, policies=tuple(options.policy))
     if changed != regime:
         changed = dataclasses.replace(changed, expect=())
-    if options.rivals:
-        changed = dataclasses.replace(changed, policies=tuple(dict.fromkeys((*RIVALS, *changed.runs))))
     return changed

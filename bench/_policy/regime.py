@@ -28,7 +28,7 @@ RIVALS = (
     "fcfs", "sjf-length", "srpt-length", "mlfq", "las", "laps-sd-paper", "laps-sd-paper:perceived_levels=true",
     "sd-index", "laps-sd", "oracle",
 )  # fmt: skip
-"""Policies that `--rivals` runs in every regime."""
+"""Policies that are compared over all regimes, in the order of the tables of results."""
 
 
 @dataclass(frozen=True, kw_only=True)
