@@ -32,6 +32,8 @@ from bench.report import finish, median_interval, progress, table
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
+from worker_svc.engine.interface import Engine, Sampling, Specification
+from worker_svc.settings import WorkerSettings
 
 GOAL = 0.95
 
@@ -66,9 +68,7 @@ def bare(options: argparse.Namespace) -> None:
 
     from laps_sd.service.config import load
     from worker_svc.demo import TARGET_DIR
-    from worker_svc.engine.interface import Sampling, Specification
     from worker_svc.loading import load as load_engine
-    from worker_svc.settings import WorkerSettings
 
     settings = load(
         WorkerSettings,
@@ -80,38 +80,30 @@ def bare(options: argparse.Namespace) -> None:
     prompt_ids = [tuple(tokenizer.encode(text).ids) for text in prompts(options.requests)]
     print("ready", flush=True)
     for _ in sys.stdin:
-        specifications = [
-            Specification(
-                request_id=f"r{number}",
-                prompt_ids=ids,
-                committed_ids=(),
-                sampling=Sampling(temperature=0.8, top_p=1.0, top_k=0, seed=number),
-                max_tokens=options.tokens,
-                stop=(),
-                ignore_eos=True,
-                max_draft_len=None,
-            )
-            for number, ids in enumerate(prompt_ids)
-        ]
-        for specification in specifications:
-            engine.add(specification)
-        waiting = [specification.request_id for specification in specifications]
-        running, waiting = waiting[: options.slots], waiting[options.slots :]
-        tokens = 0
-        started_s = time.perf_counter()
-        while len(running) == options.slots:
-            result = engine.round(running)
-            for step in result.requests:
-                tokens += len(step.tokens)
-                if step.finish is not None:
-                    engine.drop(step.request_id)
-                    running.remove(step.request_id)
-                    if waiting:
-                        running.append(waiting.pop(0))
-        elapsed_s = time.perf_counter() - started_s
-        for request_id in list(engine.known()):
-            engine.drop(request_id)
-        print(tokens / elapsed_s, flush=True)
+        names = [f"r{number}" for number in range(len(prompt_ids))]
+        for number, (name, ids) in enumerate(zip(names, prompt_ids, strict=True)):
+            sampling = Sampling(temperature=0.8, top_p=1.0, top_k=0, seed=number)
+            engine.add(Specification(name, ids, (), sampling, options.tokens, ignore_eos=True))
+        print(full_batch_rate(engine, names, options.slots), flush=True)
+        for name in engine.known():
+            engine.drop(name)
+
+
+def full_batch_rate(engine: Engine, waiting: list[str], slots: int) -> float:
+    """Run these requests, and return tokens per second of the time in which all slots are taken."""
+    running, waiting = waiting[:slots], waiting[slots:]
+    tokens = 0
+    started_s = time.perf_counter()
+    while len(running) == slots:
+        for step in engine.round(running).requests:
+            tokens += len(step.tokens)
+            if step.finish is None:
+                continue
+            engine.drop(step.request_id)
+            running.remove(step.request_id)
+            if waiting:
+                running.append(waiting.pop(0))
+    return tokens / (time.perf_counter() - started_s)
 
 
 class BareLoop:
@@ -193,6 +185,27 @@ async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> t
     return (after.tokens - before.tokens) / seconds, (after.idle_s - before.idle_s) / seconds
 
 
+@dataclass(frozen=True)
+class Pair:
+    """One run on each side: tokens per second, and the share of the worker's time in which its device was idle."""
+
+    bare: float
+    stack: float
+    idle: float
+
+    @property
+    def ratio(self) -> float:
+        return self.stack / self.bare
+
+
+def run_pair(loop: BareLoop, stack: LocalStack, options: argparse.Namespace, *, stack_first: bool) -> Pair:
+    if stack_first:
+        rate, idle = asyncio.run(through_the_stack(stack, options))
+        return Pair(loop.run(), rate, idle)
+    bare_rate = loop.run()
+    return Pair(bare_rate, *asyncio.run(through_the_stack(stack, options)))
+
+
 def main() -> int:
     options = arguments()
     if options.bare:
@@ -202,46 +215,33 @@ def main() -> int:
         raise SystemExit("--repetitions must be at least 2, and --requests more than --slots")
     progress("starting the bare loop and the stack")
     loop = BareLoop(options)
-    ratios: list[float] = []
-    bare_rates: list[float] = []
-    stack_rates: list[float] = []
-    idle_shares: list[float] = []
+    pairs: list[Pair] = []
     with LocalStack(
         engine="demo", slots=options.slots, policy=options.policy, device=options.device
     ) as stack:
         for repetition in range(options.repetitions + 1):
-            rates = {}
-            idle = 0.0
             # Every other pair in reverse order, so that neither side always runs on the warmer machine.
-            for side in ("bare", "stack") if repetition % 2 else ("stack", "bare"):
-                if side == "bare":
-                    rates[side] = loop.run()
-                else:
-                    rates[side], idle = asyncio.run(through_the_stack(stack, options))
-            ratio = rates["stack"] / rates["bare"]
+            pair = run_pair(loop, stack, options, stack_first=repetition % 2 == 0)
             note = " (warm-up, not counted)" if repetition == 0 else ""
             progress(
-                f"{repetition}/{options.repetitions}  bare {rates['bare']:.0f} tokens/s, "
-                f"stack {rates['stack']:.0f} tokens/s, ratio {ratio:.3f}, device idle {idle:.1%}{note}"
+                f"{repetition}/{options.repetitions}  bare {pair.bare:.0f} tokens/s, "
+                f"stack {pair.stack:.0f} tokens/s, ratio {pair.ratio:.3f}, device idle {pair.idle:.1%}{note}"
             )
             if repetition:
-                ratios.append(ratio)
-                bare_rates.append(rates["bare"])
-                stack_rates.append(rates["stack"])
-                idle_shares.append(idle)
+                pairs.append(pair)
     loop.close()
-    found = median_interval(ratios)
+    found = median_interval([pair.ratio for pair in pairs])
     rows = [
         {
             "config": f"batch {options.slots}, {options.requests} requests of {options.tokens} tokens",
             "policy": options.policy,
-            "bare_tokens_per_s": median_interval(bare_rates).middle,
-            "stack_tokens_per_s": median_interval(stack_rates).middle,
+            "bare_tokens_per_s": median_interval([pair.bare for pair in pairs]).middle,
+            "stack_tokens_per_s": median_interval([pair.stack for pair in pairs]).middle,
             "ratio_bare": found.middle,
             "ratio_bare_low": found.low,
             "ratio_bare_high": found.high,
-            "idle_share": median_interval(idle_shares).middle,
-            "repetitions": len(ratios),
+            "idle_share": median_interval([pair.idle for pair in pairs]).middle,
+            "repetitions": len(pairs),
         }
     ]
     table("Worker under the real scheduler against the bare engine loop", rows)
