@@ -26,8 +26,8 @@ from bench._metrics import MetricsPage
 from bench._replay import Reply, Send, draw_requests, poisson_times, replay
 from bench.report import progress
 from gateway.calls.prompts import features_of
-from gateway.tenants import ANONYMOUS
 from laps_sd.contract.length_features import FeatureHash, packed
+from laps_sd.service.keys import ANONYMOUS
 from laps_sd.service.wire import channel_options
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc

@@ -969,7 +969,7 @@ def test_help_has_the_flags_in_groups():
 
 @pytest.mark.parametrize("name", ["", "a b", "../etc", "[x]", "a\nkeys = []", "x" * 65, "-x"])
 def test_a_key_is_made_for_names_that_gateways_accept(name):
-    from gateway.tenants import KeyFile
+    from gateway.tenant_file import KeyFile
 
     refused = laps_sd("key", "--", name)
     made = laps_sd("key", "acme.eu-1")

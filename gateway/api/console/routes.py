@@ -25,8 +25,9 @@ from gateway.api.console.snapshots import Snapshots
 from gateway.api.http_requests import names_this_machine, tenant_of
 from gateway.calls.calls import Caller, Calls
 from gateway.links.shards import Shards
-from gateway.tenants import ANONYMOUS, Tenants
+from gateway.tenants import Tenants
 from laps_sd.errors import LapsSdError, NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from laps_sd.service.keys import ANONYMOUS
 
 __all__ = ["MAX_VIEWERS", "POLICY", "ConsoleRoutes"]
 

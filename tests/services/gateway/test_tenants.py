@@ -18,7 +18,8 @@ from multidict import CIMultiDict
 
 from gateway.api.description import openapi_json
 from gateway.settings import GatewaySettings
-from gateway.tenants import MAX_FILE_BYTES, KeyFile, TenantFileError, Tenants
+from gateway.tenant_file import MAX_FILE_BYTES, KeyFile, TenantFileError
+from gateway.tenants import Tenants
 from laps_sd.client import AsyncClient
 from laps_sd.errors import (
     InvalidArgument,
