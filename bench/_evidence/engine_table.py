@@ -12,7 +12,7 @@ from bench._markdown import table
 from bench._table.goals import goals
 from bench._table.plan import BY_THREADS, NAMES, OURS, threads_in_words
 from bench._table.rows import is_ours
-from bench._table.tables import heading
+from bench._table.tables import heading, place_of
 
 README_MODEL, README_PRECISIONS = "qwen2.5-0.5b", ("bfloat16", "int8", "int4")
 """The rows that a user would meet: of a model of half a billion weights, on all threads that were measured."""
@@ -78,7 +78,7 @@ def rows_of_readme(rows: Sequence[Row]) -> list[Row]:
 def _speeds(rows: Sequence[Row], title: str) -> Iterator[str]:
     """Yield a table with a row for each engine and precision, and a column for each task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    by_place = {(*_place(row), row["task"]): row for row in rows}
+    by_place = {(*place_of(row), row["task"]): row for row in rows}
     yield from table(
         (title, "engine", *tasks),
         (
@@ -87,7 +87,7 @@ def _speeds(rows: Sequence[Row], title: str) -> Iterator[str]:
                 f"{NAMES[place[1]]} {place[2]}",
                 *(_cell(by_place.get((*place, task))) for task in tasks),
             )
-            for place in dict.fromkeys(map(_place, rows))
+            for place in dict.fromkeys(map(place_of, rows))
         ),
     )
 
@@ -96,10 +96,6 @@ def _versions(rows: Sequence[Row]) -> dict[str, str]:
     """Return the version of each engine; of ours the path that served on the most threads."""
     ordered = sorted((row for row in rows if row["version"]), key=lambda row: int(row["threads"]))
     return {row["engine"]: row["version"] for row in ordered}
-
-
-def _place(row: Row) -> tuple[str, str, str, int]:
-    return row["comparison"], row["engine"], row["precision"], row["threads"]
 
 
 def _cell(row: Row | None) -> str:

@@ -50,7 +50,7 @@ def heading(about: Mapping[str, Any], model: str) -> str:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], label: str) -> list[dict[str, str]]:
-    by_place = {(_place(row), row["task"]): row for row in rows}
+    by_place = {(place_of(row), row["task"]): row for row in rows}
     return [
         {
             "weights": place[0],
@@ -59,11 +59,12 @@ def _lines(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], label: str) 
             **{task: _speed(by_place.get((place, task))) for task in tasks},
             **{f"{task}, {label}": _ratio(by_place.get((place, task))) for task in tasks},
         }
-        for place in dict.fromkeys(map(_place, rows))
+        for place in dict.fromkeys(map(place_of, rows))
     ]
 
 
-def _place(row: Mapping[str, Any]) -> tuple[str, str, str, int]:
+def place_of(row: Mapping[str, Any]) -> tuple[str, str, str, int]:
+    """Return what a line of the table is for: comparison, engine, precision and threads."""
     return row["comparison"], row["engine"], row["precision"], row["threads"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +15,12 @@ from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
 from scheduler_svc.core.commands import Commit, Finish, Lease, Standing, StoryLine
 from scheduler_svc.store.batch import Batch, Pending
+from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import NewRequest, StoredRequest, TransitionStatus
 from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.store import Store
+from tests.helpers import wait_until_async
 
 OK, ALREADY, STALE, GONE = TransitionStatus
 
@@ -35,8 +38,23 @@ _shards = itertools.count()
 
 
 def new_shard() -> str:
-    """Return an idempotency key that no other test uses."""
+    """Return the name of a shard that no other test uses."""
     return f"shard-{next(_shards)}"
+
+
+async def all_written(operator: redis_client.Redis) -> None:
+    """Wait until no fsync is under way inside the server: a crash then loses nothing."""
+
+    async def idle() -> bool:
+        state = await operator.info("persistence")
+        return state["aof_buffer_length"] == 0 and state["aof_pending_bio_fsync"] == 0
+
+    await wait_until_async(idle, description="the append-only file is written")
+
+
+def commits_file(server: EmbeddedServer) -> Path:
+    """Return the file to which commits are appended."""
+    return next(server.data_dir.glob("appendonlydir/*.incr.aof"))
 
 
 def a_request(request_id: str = "r1", **changes: Any) -> NewRequest:

@@ -29,6 +29,8 @@ from tests.store.kit import (
     a_request,
     a_standing,
     accept,
+    all_written,
+    commits_file,
     end_everything,
     lease,
     read,
@@ -50,21 +52,6 @@ async def operator(own_server: EmbeddedServer) -> AsyncIterator[redis_client.Red
     operator = redis_client.Redis.from_url(own_server.url, protocol=2)
     yield operator
     await operator.aclose()
-
-
-async def all_written(operator: redis_client.Redis) -> None:
-    """Wait until no fsync is under way inside the server: a crash then loses nothing."""
-
-    async def idle() -> bool:
-        state = await operator.info("persistence")
-        return state["aof_buffer_length"] == 0 and state["aof_pending_bio_fsync"] == 0
-
-    await wait_until_async(idle, description="the append-only file is written")
-
-
-def written_file(server: EmbeddedServer) -> Path:
-    """Return the file to which commits are appended."""
-    return next(server.data_dir.glob("appendonlydir/*.incr.aof"))
 
 
 async def start_again(server: EmbeddedServer, store: Store) -> None:
@@ -327,7 +314,7 @@ async def test_power_loss_takes_the_newest_commits_and_restoring_brings_them_bac
     await One(store).commit(a_commit())
     await all_written(operator)
     own_server.kill()
-    file = written_file(own_server)
+    file = commits_file(own_server)
     await start_again(own_server, store)
     await trust_again(store)
     await all_written(operator)

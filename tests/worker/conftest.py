@@ -39,6 +39,18 @@ def by_kernels_and_by_torch(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["AVX-512 BF16", "AVX-512", "AVX2"])
+def each_width(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test for each width of vectors that this machine has."""
+    from worker_svc.engine.cpu import kernels
+
+    widths = {"AVX-512 BF16": kernels.AVX512_BF16, "AVX-512": kernels.AVX512, "AVX2": kernels.AVX2}
+    if kernels._kernels.use(widths[request.param]) < widths[request.param]:
+        pytest.skip("not on this machine")
+    yield
+    kernels._kernels.use(kernels.AMX)
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Write a tiny random target, and a draft that agrees with it about half of the time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,20 +16,10 @@ from worker_svc.engine.sampling.sampling import choose_tokens, rows_for
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or built without a C compiler")
-
-
-@pytest.fixture(
-    autouse=True,
-    params=[kernels.AVX512_BF16, kernels.AVX512, kernels.AVX2],
-    ids=["AVX-512 BF16", "AVX-512", "AVX2"],
-)
-def width(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run a test for each width of vectors that this machine has."""
-    if kernels._kernels.use(request.param) < request.param:
-        pytest.skip("not on this machine")
-    yield
-    kernels._kernels.use(kernels.AMX)
+pytestmark = [
+    pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or built without a C compiler"),
+    pytest.mark.usefixtures("each_width"),
+]
 
 
 def any_settings(rng: random.Random, vocab: int) -> Sampling:

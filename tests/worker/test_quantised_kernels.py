@@ -3,8 +3,6 @@ whatever is computed along with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,18 +14,6 @@ pytestmark = pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or no C com
 OUTPUTS = 7 * PANEL - 5  # not of whole panels, and neither two nor four panels at a time
 GROUPS = 3
 ROWS = (*range(1, 18), 29, 31, 63, 64, 65, 128, 129)  # each way of dividing them
-
-
-@pytest.fixture(
-    params=[kernels.AVX512_BF16, kernels.AVX512, kernels.AVX2],
-    ids=["AVX-512 BF16", "AVX-512", "AVX2"],
-)
-def width(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run a test for each width of vectors that this machine has."""
-    if kernels._kernels.use(request.param) < request.param:
-        pytest.skip("not on this machine")
-    yield
-    kernels._kernels.use(kernels.AMX)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -42,7 +28,7 @@ def weight_of(bits: int, group: int, *, offsets: bool) -> Quantised:
     return Quantised(bits, weight.numbers, weight.scales, chosen.half())
 
 
-@pytest.mark.usefixtures("width")
+@pytest.mark.usefixtures("each_width")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("offsets", [False, True], ids=["symmetric", "offsets"])
 @pytest.mark.parametrize("group", [32, 96, 128, 256])
@@ -62,7 +48,7 @@ def test_a_product_is_that_of_the_dequantised_weight_and_its_rows_are_independen
             assert torch.equal(product(x[-rows:].clone()), out[-rows:])
 
 
-@pytest.mark.usefixtures("width")
+@pytest.mark.usefixtures("each_width")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_every_code_has_its_place_and_value(bits: int) -> None:
     """A unit vector picks one input: each output is the number itself, and all numbers occur."""

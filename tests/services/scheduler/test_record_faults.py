@@ -41,7 +41,7 @@ from scheduler_svc.wire.checks import MAX_TIME_MS
 from scheduler_svc.wire.requests import Offer, offered
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
-from tests.store.kit import a_request
+from tests.store.kit import a_request, all_written, commits_file
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 Refused = gateway_pb.SubmitRefused
@@ -748,19 +748,22 @@ async def test_tokens_that_cannot_have_been_shown_are_refused(
         assert field in reply.refused.detail
 
 
-def commits_file(server: EmbeddedServer) -> Path:
-    return next(server.data_dir.glob("appendonlydir/*.incr.aof"))
-
-
 async def written_size(server: EmbeddedServer, operator: redis_client.Redis) -> int:
     """Return the bytes of the append-only file, after all writes."""
-
-    async def idle() -> bool:
-        state = await operator.info("persistence")
-        return state["aof_buffer_length"] == 0 and state["aof_pending_bio_fsync"] == 0
-
-    await wait_until_async(idle, description="the append-only file is written")
+    await all_written(operator)
     return commits_file(server).stat().st_size
+
+
+def lose_the_answer_to_a_submission(scheduler: SchedulerUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the record execute the next submission, and lose its answer."""
+    submit = scheduler.store.submit
+
+    async def lose_the_answer(*args: Any) -> Any:
+        monkeypatch.undo()
+        await submit(*args)
+        raise StoreUnavailable("the answer is lost")
+
+    monkeypatch.setattr(scheduler.store, "submit", lose_the_answer)
 
 
 @contextlib.asynccontextmanager
@@ -1087,17 +1090,11 @@ async def test_what_a_worker_holds_is_led_though_another_request_comes_before_th
         await first.crash()
     await operator.flushall()
     second = await start_own()
-    submit = second.store.submit
-
-    async def lose_the_answer(*args: Any) -> Any:
-        monkeypatch.undo()
-        await submit(*args)
-        raise StoreUnavailable("the answer is lost")
 
     async def is_written() -> bool:
         return await second.store.unfinished_ids() == ["r1"]
 
-    monkeypatch.setattr(second.store, "submit", lose_the_answer)
+    lose_the_answer_to_a_submission(second, monkeypatch)
     held = held_by_a_worker(running, [10, 11])
     async with worker(second.address, slots=2, held=[held]) as gpu, gateway(second.address) as client:
         await wait_until_async(is_written, description="r1 is on the record again")
@@ -1112,15 +1109,8 @@ async def test_a_restoring_submission_that_does_not_come_again_is_led_all_the_sa
 ) -> None:
     """The record has executed it, only the answer was lost, and its gateway is gone since."""
     scheduler = await start_own(reattach_grace_s=0.1)
-    submit = scheduler.store.submit
-
-    async def lose_the_answer(*args: Any) -> Any:
-        monkeypatch.undo()
-        await submit(*args)
-        raise StoreUnavailable("the answer is lost")
-
     async with gateway(scheduler.address) as client:
-        monkeypatch.setattr(scheduler.store, "submit", lose_the_answer)
+        lose_the_answer_to_a_submission(scheduler, monkeypatch)
         reply = await client.submit("r1", restores=True, shown_ids=[10])
         assert reply.refused.reason == Refused.REASON_STORE_UNAVAILABLE
         for other in others:
@@ -1143,15 +1133,8 @@ async def test_a_submission_that_was_refused_for_the_record_leaves_its_key_to_th
 ) -> None:
     """The record has executed the refused submission, and only its answer was lost."""
     scheduler = await start_own()
-    submit = scheduler.store.submit
-
-    async def lose_the_answer(*args: Any) -> Any:
-        monkeypatch.undo()
-        await submit(*args)
-        raise StoreUnavailable("the answer is lost")
-
     async with gateway(scheduler.address) as client, worker(scheduler.address) as gpu:
-        monkeypatch.setattr(scheduler.store, "submit", lose_the_answer)
+        lose_the_answer_to_a_submission(scheduler, monkeypatch)
         first = await client.submit("r1", idempotency_key="k", body_hash=b"b")
         assert first.refused.reason == Refused.REASON_STORE_UNAVAILABLE
         retry = await client.submit("r2", submission_id=2, idempotency_key="k", body_hash=b"b")
