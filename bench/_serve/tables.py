@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench._serve.results import DRIFT, Measured
@@ -18,60 +18,15 @@ def show(
     found: Sequence[dict[str, Any]],
     runs: Sequence[Measured],
 ) -> None:
-    """Print the tables."""
-
-    def spread(row: dict[str, Any], key: str) -> str:
-        if key not in row:
-            return ""
-        low, high = row[f"{key}_low"], row[f"{key}_high"]
-        return f"{row[key]:.3f}" + (
-            f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-        )
-
+    """Print the tables, and notes on what disturbed the runs."""
     for scenario in dict.fromkeys(row["config"] for row in rows):
-        shown = [
-            {
-                "hints": row["hints"],
-                "policy": row["policy"],
-                "mean s": row.get("mean_s", ""),
-                "/ fcfs": spread(row, "ratio_fcfs"),
-                "simulated": row.get("simulated_ratio_fcfs", ""),
-                "/ srpt-length": spread(row, "ratio_srpt_length"),
-                "simulated ": row.get("simulated_ratio_srpt_length", ""),
-                "p99 s": row.get("p99_s", ""),
-                "first token s": row.get("first_token_s", ""),
-                "slowdown": row.get("mean_slowdown", ""),
-                "preempted": row.get("preemptions", ""),
-                "work": row.get("busy_ratio", ""),
-                "utilised": row.get("utilisation", ""),
-                "runs": f"{row['runs']}" + (f", {row['failed_runs']} failed" if row["failed_runs"] else ""),
-            }
-            for row in rows
-            if row["config"] == scenario
-        ]
         table(
             f"{scenario} (work: machine seconds of the worker over those that the calibration foretold)",
-            shown,
+            [_order(row) for row in rows if row["config"] == scenario],
             width=WIDTH,
         )
     if lengths:
-        table(
-            f"Estimates of the lengths before the first run ends (ln(length) has a spread of {lengths[0]['spread']:.2f}, "
-            f"kinds of prompts explain {lengths[0]['explained_by_kinds']:.0%} of its variance)",
-            [
-                {
-                    "hints": row["hints"],
-                    "requests": row["requests"],
-                    "tau": row["tau"],
-                    "rms": row["rms"],
-                    "cover": row["cover"],
-                    "explained": f"{row['explained']:.0%}",
-                    "prompts of the warm-up": f"{row['seen']:.0%}",
-                }
-                for row in lengths
-            ],
-            width=WIDTH,
-        )
+        _show_lengths(lengths)
     if found:
         keys = ("config", "hints", "goal", "asked", "found")
         table(
@@ -79,20 +34,69 @@ def show(
             [{**{key: one[key] for key in keys}, "": "met" if one["met"] else "MISSED"} for one in found],
             width=WIDTH,
         )
+    for note in _notes(runs):
+        print(f"Note: {note}")
+
+
+def _order(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of one policy with one kind of hints."""
+    return {
+        "hints": row["hints"],
+        "policy": row["policy"],
+        "mean s": row.get("mean_s", ""),
+        "/ fcfs": _spread(row, "ratio_fcfs"),
+        "simulated": row.get("simulated_ratio_fcfs", ""),
+        "/ srpt-length": _spread(row, "ratio_srpt_length"),
+        "simulated ": row.get("simulated_ratio_srpt_length", ""),
+        "p99 s": row.get("p99_s", ""),
+        "first token s": row.get("first_token_s", ""),
+        "slowdown": row.get("mean_slowdown", ""),
+        "preempted": row.get("preemptions", ""),
+        "work": row.get("busy_ratio", ""),
+        "utilised": row.get("utilisation", ""),
+        "runs": f"{row['runs']}" + (f", {row['failed_runs']} failed" if row["failed_runs"] else ""),
+    }
+
+
+def _spread(row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        return ""
+    low, high = row[f"{key}_low"], row[f"{key}_high"]
+    return f"{row[key]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+
+
+def _show_lengths(lengths: Sequence[dict[str, Any]]) -> None:
+    table(
+        f"Estimates of the lengths before the first run ends (ln(length) has a spread of {lengths[0]['spread']:.2f}, "
+        f"kinds of prompts explain {lengths[0]['explained_by_kinds']:.0%} of its variance)",
+        [
+            {
+                "hints": row["hints"],
+                "requests": row["requests"],
+                "tau": row["tau"],
+                "rms": row["rms"],
+                "cover": row["cover"],
+                "explained": f"{row['explained']:.0%}",
+                "prompts of the warm-up": f"{row['seen']:.0%}",
+            }
+            for row in lengths
+        ],
+        width=WIDTH,
+    )
+
+
+def _notes(runs: Sequence[Measured]) -> Iterator[str]:
+    """Yield what disturbed the runs."""
     repeated = sum(run.repeats for run in runs)
     if repeated:
-        print(
-            f"Note: {repeated} runs were repeated, because something else slowed the worker down by more than {DRIFT:.0%}."
-        )
+        yield f"{repeated} runs were repeated, because something else slowed the worker down by more than {DRIFT:.0%}."
     drifted = [run for run in runs if abs(run.busy_ratio - 1) > DRIFT]
     if drifted:
         worst = max(drifted, key=lambda run: abs(math.log(run.busy_ratio)))
-        print(
-            f"Note: in {len(drifted)} of {len(runs)} runs that count the worker was more than {DRIFT:.0%} off its calibrated speed "
+        yield (
+            f"in {len(drifted)} of {len(runs)} runs that count the worker was more than {DRIFT:.0%} off its calibrated speed "
             f"(at worst {worst.busy_ratio:.2f} times the work): loads were not what they are called."
         )
     late_s = max(run.late_s for run in runs)
     if late_s > 0.1:
-        print(
-            f"Note: the generator sent a request {late_s:.2f} s late; latencies count from the scheduled time all the same."
-        )
+        yield f"the generator sent a request {late_s:.2f} s late; latencies count from the scheduled time all the same."
