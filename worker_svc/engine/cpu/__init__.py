@@ -1,1 +1,1 @@
-"""Kernels in C for one CPU thread, and their bindings."""
+"""Kernels in C for a CPU, and their bindings."""
