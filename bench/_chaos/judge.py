@@ -28,34 +28,14 @@ def judge(
     """Judge the run, add what it violates to `violations`, and print its tables. Return its rows and the
     sentence for the summary line. `broken_s`: seconds from the first request until all faults were over.
     """
-    loses = [done for done in injector.injected if done.loses]
-    allowed = 0
-    for outcome in outcomes:
-        who = f"request {outcome.number}, {outcome.request_id or outcome.key} ({outcome.began_s:.1f} to {outcome.over_s:.1f} s)"
-        violations += [f"{who}: {problem}" for problem in outcome.problems]
-        if outcome.error:
-            under = [done for done in loses if outcome.began_s <= done.at_s <= outcome.over_s]
-            if under:
-                allowed += 1
-                progress(f"allowed: {who}: {outcome.error}")
-            else:
-                violations.append(f"{who}: {outcome.error}")
+    wrong, allowed = _wrong(outcomes, injector)
+    violations += wrong
     requests = [outcome for outcome in outcomes if outcome.number >= 0]  # without second calls for the same
     successful = sum(outcome.end is not None and not outcome.error for outcome in requests)
     share = successful / max(1, len(requests))
     carried = sum(done.carried for done in injector.injected) / max(1, len(injector.injected))
     growth = memory.growth()
-    if share < SUCCESS_GOAL:
-        violations.append(f"{share:.2%} ended successfully, the goal is {SUCCESS_GOAL:.1%}")
-    if carried < CARRYING_GOAL:
-        violations.append(f"{carried:.0%} of the faults hit a component that had requests")
-    if successful < options.faults:
-        violations.append(f"{successful} requests completed, the floor is {options.faults}")
-    violations += [
-        f"a {kind} grew by {mib:.0f} MiB, allowed are {GROWTH_MIB:.0f}"
-        for kind, mib in growth.items()
-        if mib > GROWTH_MIB
-    ]
+    violations += _missed(options, successful, share, carried, growth)
     by_kind = collections.Counter(done.fault.kind for done in injector.injected)
     rows = [
         {
@@ -82,3 +62,40 @@ def judge(
         f"{len(violations)} violations"
     )
     return rows, summary
+
+
+def _wrong(outcomes: list[Outcome], injector: FaultInjector) -> tuple[list[str], int]:
+    """Return what is wrong with each request, and the number of errors that are allowed: those of requests that
+    were under way when the record may have lost data."""
+    violations: list[str] = []
+    allowed = 0
+    loses = [done for done in injector.injected if done.loses]
+    for outcome in outcomes:
+        who = f"request {outcome.number}, {outcome.request_id or outcome.key} ({outcome.began_s:.1f} to {outcome.over_s:.1f} s)"
+        violations += [f"{who}: {problem}" for problem in outcome.problems]
+        if not outcome.error:
+            continue
+        if any(outcome.began_s <= done.at_s <= outcome.over_s for done in loses):
+            allowed += 1
+            progress(f"allowed: {who}: {outcome.error}")
+        else:
+            violations.append(f"{who}: {outcome.error}")
+    return violations, allowed
+
+
+def _missed(
+    options: argparse.Namespace, successful: int, share: float, carried: float, growth: dict[str, float]
+) -> list[str]:
+    """Return the goals of the whole run that were missed."""
+    missed = []
+    if share < SUCCESS_GOAL:
+        missed.append(f"{share:.2%} ended successfully, the goal is {SUCCESS_GOAL:.1%}")
+    if carried < CARRYING_GOAL:
+        missed.append(f"{carried:.0%} of the faults hit a component that had requests")
+    if successful < options.faults:
+        missed.append(f"{successful} requests completed, the floor is {options.faults}")
+    return missed + [
+        f"a {kind} grew by {mib:.0f} MiB, allowed are {GROWTH_MIB:.0f}"
+        for kind, mib in growth.items()
+        if mib > GROWTH_MIB
+    ]
