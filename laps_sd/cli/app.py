@@ -21,6 +21,7 @@ from laps_sd.cli.top.command import top
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import ConfigError
 from laps_sd.service.flags import VersionOption, print_version, with_version
+from laps_sd.stack.children import safe_path
 
 app = typer.Typer(
     name="laps-sd",
@@ -143,6 +144,7 @@ def run() -> NoReturn:
     """Run the command line. Print an expected error as one sentence."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an output that is not UTF-8
+    os.environ |= safe_path()  # for the programs that this process becomes or starts
     try:
         # Shell completion looks for this name, however the program was started.
         app(prog_name="laps-sd", standalone_mode=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from laps_sd.errors import StartupError
 
-__all__ = ["MAX_LOG_BYTES", "Child", "ChildDied"]
+__all__ = ["MAX_LOG_BYTES", "Child", "ChildDied", "safe_path"]
 
 LOG_LINES = 15
 """Lines of a log that are shown when its process dies."""
@@ -32,6 +32,18 @@ _spawner = ThreadPoolExecutor(1, thread_name_prefix="laps-sd-spawner")
 
 Linux counts the end of the *thread* that started a child as its parent's death.
 """
+
+
+def safe_path() -> dict[str, str]:
+    """Return the variables with which Python looks for no module in the current directory. There it would take a file
+    redis.py, or a package gateway, of the user for ours. None for a checkout that is found only there.
+    """
+    root = Path(__file__).parents[2]
+    try:
+        found_there = root.samefile(".")
+    except OSError:  # a directory that is gone
+        found_there = False
+    return {} if found_there else {"PYTHONSAFEPATH": "1"}
 
 
 class ChildDied(StartupError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from laps_sd.service.config import PREFIX
 from laps_sd.service.model_dir import demo_target_dir
-from laps_sd.stack.children import Child
+from laps_sd.stack.children import Child, safe_path
 from laps_sd.stack.options import StackOptions
 from laps_sd.stack.ports import HOST, PortPlan
 
@@ -175,7 +175,7 @@ class StackPlan:
         # Variables of the caller's shell do not reach a stack unless the options contain them.
         environment = {key: text for key, text in os.environ.items() if not key.startswith(PREFIX)}
         environment |= {"OMP_NUM_THREADS": str(self._options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | safe_path()
         environment |= self._options.environment
         environment |= {
             PREFIX + key.upper(): str(value) for key, value in settings.items() if value is not None

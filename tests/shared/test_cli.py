@@ -827,6 +827,16 @@ def test_a_program_without_its_packages_names_the_extra_that_brings_them(command
     )
 
 
+@pytest.mark.parametrize("command", [("gateway", "--help"), ("config", "gateway")], ids=" ".join)
+def test_a_module_of_the_user_in_the_current_directory_is_not_taken_for_ours(command, tmp_path):
+    (tmp_path / "gateway.py").write_text("raise SystemExit('a program of the user')\n")
+
+    done = as_a_process(*command, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "LAPS_SD_GRPC_PORT" in done.stdout
+
+
 def test_a_service_shows_where_its_settings_come_from():
     done = laps_sd("scheduler", "--lease-s", "5", "--show-settings")
 

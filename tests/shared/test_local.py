@@ -23,6 +23,8 @@ from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_g
 from scheduler_svc.store.embedded import EmbeddedServer
 from tests.helpers import free_port, wait_until
 
+ROOT = Path(__file__).parents[2]
+
 
 def lives(pid: int) -> bool:
     """Return whether a process runs (a zombie does not)."""
@@ -186,7 +188,7 @@ time.sleep(600)
 
 
 def test_the_children_die_with_a_parent_that_was_killed():
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,
@@ -203,7 +205,7 @@ def test_the_children_die_with_a_parent_that_was_killed():
 
 
 def test_up_shows_the_demo_prompt_and_stops_on_ctrl_c():
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     gateway = free_port()
     command = [sys.executable, "-m", "laps_sd", "up", "--engine", "fake", "--gateway-port", str(gateway)]
     with subprocess.Popen(
@@ -227,6 +229,17 @@ def test_up_shows_the_demo_prompt_and_stops_on_ctrl_c():
     assert "-- length: " in shown
     assert f"gRPC 127.0.0.1:{gateway}" in shown
     assert not is_serving(f"127.0.0.1:{gateway}")
+
+
+def test_modules_of_the_user_in_the_current_directory_are_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gateway", "scheduler_svc", "worker_svc", "redis", "aiohttp"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a program of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with LocalStack(engine="fake") as stack:
+        assert all(child.alive for child in stack.children.values())
 
 
 def test_the_workers_run_with_the_interpreter_that_is_named(tmp_path: Path) -> None:
