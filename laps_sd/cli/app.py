@@ -153,6 +153,9 @@ def run() -> NoReturn:
     except ConfigError as error:
         print("\n".join(f"laps-sd: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)
+    except UnicodeEncodeError:  # Python has bytes that are not UTF-8 as surrogates, which have no encoding
+        print("laps-sd: the arguments must be UTF-8", file=sys.stderr)
+        sys.exit(2)
     except (StartupError, OSError) as error:  # OSError: a full disk, a directory that is gone
         sys.exit(f"laps-sd: {error}")
     sys.exit(0)
