@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from laps_sd.client.chat import Fields
 from laps_sd.client.failures import is_lost
-from laps_sd.client.loop_thread import CLOSED
+from laps_sd.client.loop_thread import CLOSED, use_grpc
 from laps_sd.client.repair import Chosen, Event, Patience, Progress, collect
 from laps_sd.client.request import (
     Metadata,
@@ -82,7 +82,7 @@ class AsyncStream(AsyncIterator[Event]):
 
 
 class AsyncClient:
-    """Client for asyncio. Create it inside the loop that uses it. Close it, or use it in `async with`.
+    """Client for asyncio. It belongs to the event loop of its first call. Close it, or use it in `async with`.
 
     Leave a stream early by its `async with`, so that its end does not wait for the garbage collector.
     """
@@ -97,8 +97,13 @@ class AsyncClient:
         reconnect_s: float = RECONNECT_S,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._channels = [make_channel(one, tls) for one in addresses(address)]
-        self._stubs: list[InferenceAsyncStub] = [InferenceStub(channel) for channel in self._channels]
+        self._addresses = addresses(address)
+        if tls is not None:
+            tls.channel_credentials()  # files that cannot be read are an error here, not of the first call
+        self._tls = tls
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: list[InferenceAsyncStub] = []
         self._at = 0
         self._closed = False
         self._metadata = credentials(api_key, metadata)
@@ -190,11 +195,24 @@ class AsyncClient:
 
     @property
     def _stub(self) -> InferenceAsyncStub:
+        """Stub of the present gateway. The first call makes the channels, which belong to its loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            use_grpc()
+            self._loop = loop
+            self._channels = [make_channel(one, self._tls) for one in self._addresses]
+            self._stubs = [InferenceStub(channel) for channel in self._channels]
+        if self._loop is not loop:
+            raise RuntimeError(
+                "the client made its first call in another event loop: create one for each loop"
+            )
         return self._stubs[self._at % len(self._stubs)]
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
         """Raise ValueError for a call that `close` ended: gRPC cancels it, or refuses it."""
+        if self._closed:
+            raise ValueError(CLOSED)
         try:
             yield
         except (grpc.aio.UsageError, asyncio.CancelledError):

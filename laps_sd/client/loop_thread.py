@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["CLOSED", "Job", "LoopThread", "refuse_after_fork"]
+__all__ = ["CLOSED", "Job", "LoopThread", "refuse_after_fork", "use_grpc"]
 
 CLOSED = "the client is closed"
 JOB_ENDS_S = 3.0
@@ -138,8 +138,7 @@ class LoopThread(Generic[Resource]):
             runner.run(self._live())
 
     async def _live(self) -> None:
-        global _used
-        _used = True
+        use_grpc()
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         try:
@@ -178,7 +177,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 _used = False
-"""True once this process, or a parent that forked it, has run a loop with gRPC."""
+"""True once a client of this process, or of a parent that forked it, has used gRPC."""
 _forked = False
 
 
@@ -197,9 +196,16 @@ def refuse_after_fork() -> None:
     """Raise RuntimeError if no loop can run in this process; see `_note_fork`."""
     if _forked:
         raise RuntimeError(
-            "this process was forked after a laps_sd.client.Client of its parent had made a call, and gRPC "
+            "this process was forked after a client of laps_sd.client in its parent had made a call, and gRPC "
             "does not work in it: fork before the first call, or start processes by spawn"
         )
+
+
+def use_grpc() -> None:
+    """Note that this process uses gRPC. Raise RuntimeError if it cannot; see `_note_fork`."""
+    global _used
+    refuse_after_fork()
+    _used = True
 
 
 if hasattr(os, "register_at_fork"):

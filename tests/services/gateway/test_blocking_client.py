@@ -98,8 +98,8 @@ class TestThread:
 
 
 FORK = """
-import os, sys
-from laps_sd.client import Client
+import asyncio, os, sys
+from laps_sd.client import AsyncClient, Client
 
 def child(call):
     pid = os.fork()
@@ -111,27 +111,36 @@ def child(call):
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
+async def use(client):
+    async with client:
+        return await client.models()
+
 client = Client(sys.argv[1])
 print(child(client.models))                                # it was not used before
-client.models()
+if sys.argv[2] == "Client":
+    client.models()
+else:
+    asyncio.run(use(AsyncClient(sys.argv[1])))
 print(child(client.models), child(Client(sys.argv[1]).models))
 client.close()
 print(child(lambda: Client(sys.argv[1]).models()))
+print(child(lambda: asyncio.run(use(AsyncClient(sys.argv[1])))))
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-async def test_a_process_forked_after_the_first_call_refuses_clients(running: Running) -> None:
+@pytest.mark.parametrize("first", ["Client", "AsyncClient"])
+async def test_a_process_forked_after_the_first_call_refuses_clients(running: Running, first: str) -> None:
     # uvloop would start it by a fork of this process, in which gRPC's threads run.
     program = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-c", FORK, address(running)],
+        [sys.executable, "-c", FORK, address(running), first],
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (program.returncode, program.stdout.split()) == (0, ["0", "7", "7", "7"])
+    assert (program.returncode, program.stdout.split()) == (0, ["0", "7", "7", "7", "7"])
 
 
 class TestEnds:

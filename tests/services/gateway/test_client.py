@@ -780,6 +780,18 @@ class TestAsyncClient:
         await left.aclose()
         await client.close()
 
+    async def test_belongs_to_the_loop_of_its_first_call(self, running: Running) -> None:
+        client = AsyncClient(address(running))  # a global variable of a program
+
+        async def program() -> None:
+            assert await client.models()
+            async with client.stream("x") as events:
+                assert isinstance(await anext(events), Accepted)
+
+        await asyncio.to_thread(asyncio.run, program())
+        with pytest.raises(RuntimeError, match="another event loop: create one for each loop"):
+            await client.models()
+
     async def test_a_stream_may_be_closed_after_its_client(self, running: Running) -> None:
         async with AsyncClient(address(running)) as client:
             stream = client.stream("x")
