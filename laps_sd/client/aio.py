@@ -105,6 +105,8 @@ class AsyncClient:
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[InferenceAsyncStub] = []
         self._at = 0
+        self._reading: set[Progress] = set()
+        """Progress of the streams that have begun and not ended."""
         self._closed = False
         self._metadata = credentials(api_key, metadata)
         self._reconnect_s = reconnect_s
@@ -119,8 +121,12 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End all calls, with ValueError in the tasks that wait for them. Idempotent."""
-        self._closed = True
+        """End all calls, with ValueError in the tasks that wait for them, and cancel the requests of open streams.
+        Idempotent.
+        """
+        left, self._closed = not self._closed, True
+        if left:
+            await self._cancel(*self._reading)
         for channel in self._channels:
             await channel.close()
 
@@ -236,6 +242,7 @@ class AsyncClient:
             retry_s=self._retry_s,
             now=time.monotonic(),
         )
+        self._reading.add(progress)
         try:
             while not progress.ended:
                 at = self._at
@@ -244,6 +251,8 @@ class AsyncClient:
                     call = self._open(progress)
                     try:
                         async for message in call:
+                            if self._closed:  # it may say that the request was cancelled, by `close`
+                                raise ValueError(CLOSED)
                             chosen = progress.take(message, time.monotonic())
                             if chosen is not None:
                                 yield chosen
@@ -256,13 +265,19 @@ class AsyncClient:
                         self._leave(at)
                     await asyncio.sleep(progress.lost(lost, time.monotonic()))
         finally:
-            await asyncio.gather(*map(self._cancel, progress.to_cancel))
+            self._reading.discard(progress)
+            if not self._closed:
+                await self._cancel(progress)
 
-    async def _cancel(self, request_id: str) -> None:
-        """Cancel a request that its caller has left; that it fails is no error of the caller."""
-        request = CancelRequest(request_id=request_id)
-        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
-            await self._stub.Cancel(request, timeout=LEAVING_S, metadata=self._metadata)
+    async def _cancel(self, *left: Progress) -> None:
+        """Cancel the requests of calls that were left; that it fails is no error of the caller."""
+
+        async def cancel(request_id: str) -> None:
+            request = CancelRequest(request_id=request_id)
+            with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
+                await self._stub.Cancel(request, timeout=LEAVING_S, metadata=self._metadata)
+
+        await asyncio.gather(*(cancel(one) for progress in left for one in progress.to_cancel))
 
     def _open(self, progress: Progress) -> Any:
         request = progress.request()

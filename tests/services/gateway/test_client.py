@@ -767,8 +767,7 @@ class TestAsyncClient:
     ) -> None:
         client = AsyncClient(address(running))
         waited_for, left = client.stream("x"), client.stream("x")
-        for stream in (waited_for, left):
-            await anext(stream)
+        known = [await anext(stream) for stream in (waited_for, left)]
         waiting = asyncio.create_task(anext(waited_for))
         answer = asyncio.create_task(client.generate("x"))
         await scheduler.submitted(3)
@@ -779,6 +778,18 @@ class TestAsyncClient:
                 await closed
         await left.aclose()
         await client.close()
+        cancelled = {cancel.request_id for cancel in scheduler.all_heard("cancel")}
+        assert cancelled >= {accepted.request_id for accepted in known}
+
+    async def test_a_stream_that_is_left_right_before_its_client_is_cancelled(
+        self, running: Running, scheduler: FakeScheduler
+    ) -> None:
+        async with AsyncClient(address(running)) as client:
+            async for event in client.stream("x"):
+                assert isinstance(event, Accepted)
+                break
+
+        assert [cancel.request_id for cancel in scheduler.all_heard("cancel")] == [event.request_id]
 
     async def test_belongs_to_the_loop_of_its_first_call(self, running: Running) -> None:
         client = AsyncClient(address(running))  # a global variable of a program
