@@ -40,7 +40,7 @@ class ChatOptions(TypedDict, total=False):
 
 def make_chat(messages: Sequence[Fields], options: ChatOptions) -> ChatMessages:
     """Return the messages with their options; other options are not read. Raises ValueError for a key without
-    a meaning.
+    a meaning or a missing one, TypeError for content that is no text.
     """
     chat = ChatMessages(
         messages=map(_message, messages),
@@ -61,9 +61,12 @@ def make_chat(messages: Sequence[Fields], options: ChatOptions) -> ChatMessages:
 
 def _message(message: Fields) -> ChatMessage:
     fields = _known(message, "message", "role", "content", "tool_calls", "tool_call_id", "reasoning")
+    content = fields.get("content", "")  # None where OpenAI's API answers with calls
+    if not isinstance(content, str):
+        raise TypeError("the content of a message must be a text")
     return ChatMessage(
         role=fields["role"],
-        content=fields.get("content", ""),  # None where OpenAI's API answers with calls
+        content=content,
         tool_calls=map(_tool_call, fields.get("tool_calls", ())),
         tool_call_id=fields.get("tool_call_id", ""),
         reasoning=fields.get("reasoning", ""),
@@ -97,10 +100,12 @@ def _function_of(value: Fields) -> Fields:
 
 
 def _known(value: Fields, what: str, *names: str) -> dict[str, Any]:
-    """Return the keys that have a value."""
+    """Return the keys that have a value. The first of the names is needed."""
     found = {name: one for name, one in value.items() if one is not None}
     if unknown := found.keys() - set(names):
         raise ValueError(
             f"a {what} has no {', '.join(sorted(map(repr, unknown)))}; its keys are {', '.join(names)}"
         )
+    if names[0] not in found:
+        raise ValueError(f"a {what} needs {names[0]!r}")
     return found

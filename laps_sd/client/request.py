@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from operator import index
-from typing import Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypedDict, TypeVar, Unpack, cast
+
+from google.protobuf.message import Message
 
 from laps_sd.client.chat import ChatOptions, Fields, make_chat
 from laps_sd.v1.inference_pb2 import (
@@ -31,6 +33,9 @@ __all__ = [
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Fields]
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
+Made = TypeVar("Made", bound=Message)
+
+NO_PROMPT = "a prompt is a text, a list of chat messages, or a list of token ids"
 DRAFTERS = {"model": Speculation.DRAFTER_MODEL, "lookup": Speculation.DRAFTER_LOOKUP}
 
 
@@ -90,15 +95,18 @@ class Options(SamplingOptions, ChatOptions, total=False):
 
 
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
-    """Return the message for a prompt and its options. Absent options stay absent.
+    """Return the message for a prompt and its options. Absent options, and those that are None, stay absent.
 
-    Raises ValueError for options of a chat with another prompt, and for unknown keys of messages and tools;
-    TypeError for unknown options, and for a prompt of another kind.
+    Raises ValueError for options of a chat with another prompt, for unknown keys of messages and tools, and for a
+    value that no request can hold; TypeError for unknown options, and for a prompt or a value of another kind.
     """
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         nearest = get_close_matches(unknown[0], Options.__annotations__, 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise TypeError(f"unknown option {', '.join(unknown)}{hint}")
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise TypeError(NO_PROMPT)
+    options = cast(Options, {name: value for name, value in options.items() if value is not None})
     values = {
         name: value for name, value in options.items() if name in SamplingParams.DESCRIPTOR.fields_by_name
     }
@@ -107,34 +115,35 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
             values[name] = [values[name]]
     if "bad_words_ids" in options:
         values["bad_words_ids"] = [TokenIds(ids=word) for word in options["bad_words_ids"]]
-    sampling = SamplingParams(**values)  # type: ignore[arg-type]
+    sampling = _made(SamplingParams, values)
     time_limit_s = options.get("time_limit_s")
     deadline = options.get("deadline")
-    request = GenerateRequest(
-        model=options.get("model", ""),
-        sampling=sampling if sampling.ByteSize() else None,
-        idempotency_key=options.get("idempotency_key", ""),
-        priority=options.get("priority"),
-        time_limit_ms=None if time_limit_s is None else round(time_limit_s * 1000),
-        deadline_unix_ms=None if deadline is None else round(deadline.timestamp() * 1000),
-        expected_output_tokens=options.get("expected_output_tokens"),
-        workload_class=options.get("workload_class", ""),
-        conversation=options.get("conversation", ""),
-        cache_salt=options.get("cache_salt", ""),
-        keep=options.get("keep", False),
-        logprobs=options.get("logprobs"),
-        prompt_logprobs=options.get("prompt_logprobs"),
-        n=options.get("n"),
-        output_format=options.get("output_format"),
-        add_special_tokens=options.get("add_special_tokens"),
-    )
     speculation = options.get("speculation", "auto")
+    if isinstance(speculation, str) and speculation not in ("auto", "off"):
+        raise ValueError(f"speculation is 'auto', 'off' or a number of tokens, got {speculation!r}")
+    drafter = options.get("drafter")
+    if drafter is not None and drafter not in DRAFTERS:
+        raise ValueError(f"drafter is 'model' or 'lookup', got {drafter!r}")
+    fields = {
+        name: value
+        for name, value in options.items()
+        if name in GenerateRequest.DESCRIPTOR.fields_by_name and name != "speculation"
+    }
+    if time_limit_s is not None:
+        fields["time_limit_ms"] = round(time_limit_s * 1000)
+    if deadline is not None:
+        fields["deadline_unix_ms"] = round(deadline.timestamp() * 1000)
+    request = _made(GenerateRequest, fields)
+    if sampling.ByteSize():
+        request.sampling.CopyFrom(sampling)
     if speculation == "off":
         request.speculation.mode = Speculation.MODE_OFF
     elif speculation != "auto":
-        request.speculation.CopyFrom(Speculation(mode=Speculation.MODE_AUTO, max_draft_tokens=speculation))
-    if "drafter" in options:
-        request.speculation.drafter = DRAFTERS[options["drafter"]]
+        request.speculation.CopyFrom(
+            _made(Speculation, {"mode": Speculation.MODE_AUTO, "max_draft_tokens": speculation})
+        )
+    if drafter is not None:
+        request.speculation.drafter = DRAFTERS[drafter]
     if not isinstance(prompt, str):
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if len(messages) == len(prompt):
@@ -145,7 +154,7 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
     if isinstance(prompt, str):
         request.text = prompt
     else:
-        request.token_ids.CopyFrom(TokenIds(ids=_ids(prompt)))
+        request.token_ids.CopyFrom(_made(TokenIds, {"ids": _ids(prompt)}))
     return request
 
 
@@ -154,7 +163,22 @@ def _ids(prompt: Sequence[object]) -> list[int]:
     try:
         return [index(cast(SupportsIndex, part)) for part in prompt]
     except TypeError:
-        raise TypeError("a prompt is a text, a list of chat messages, or a list of token ids") from None
+        raise TypeError(NO_PROMPT) from None
+
+
+def _made(kind: type[Made], values: Mapping[str, Any]) -> Made:
+    """Return a message with these fields. The error of a value that does not fit names its field."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError):
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        raise
 
 
 def make_tokenize_request(prompt: str | Sequence[Fields]) -> TokenizeRequest:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, make_request
+from laps_sd.client import Accepted, AsyncClient, Client, Delta, Ended, Event, Options, make_request
 from laps_sd.client.repair import Progress
 from laps_sd.errors import (
     DETAILS_KEY,
@@ -222,7 +222,44 @@ class TestRequests:
             make_request("hi", **foreign)
 
     @pytest.mark.parametrize(
-        "prompt", [["a", "b"], [1, "b"], [1, {"role": "user"}], [{"role": "user"}, 1], [1.5]]
+        ("options", "kind", "words"),
+        [
+            ({"max_tokens": -1}, ValueError, "max_tokens: Value out of range: -1"),
+            ({"seed": 1, "stop": [1]}, TypeError, "stop: bad argument type"),
+            ({"priority": "high"}, TypeError, "priority: 'str' object cannot"),
+            ({"time_limit_s": -1}, ValueError, "time_limit_ms: Value out of range: -1000"),
+            (
+                {"speculation": "on"},
+                ValueError,
+                "speculation is 'auto', 'off' or a number of tokens, got 'on'",
+            ),
+            ({"speculation": -1}, ValueError, "max_draft_tokens: Value out of range: -1"),
+            ({"drafter": "n-gram"}, ValueError, "drafter is 'model' or 'lookup', got 'n-gram'"),
+        ],
+    )
+    def test_a_value_that_no_request_can_hold_names_its_option(
+        self, options: Any, kind: type[Exception], words: str
+    ) -> None:
+        with pytest.raises(kind, match=f"^{words}"):
+            make_request("hi", **options)
+        with pytest.raises(ValueError, match=r"^ids: Value out of range: -1"):
+            make_request([-1])
+
+    def test_an_option_that_is_none_is_absent(self) -> None:
+        every: Any = dict.fromkeys(Options.__annotations__)
+        assert make_request("hi", **every) == make_request("hi")
+
+    def test_a_message_or_a_tool_that_is_incomplete_says_what_it_needs(self) -> None:
+        with pytest.raises(ValueError, match=r"^a message needs 'role'$"):
+            make_request([{"content": "hi"}])
+        with pytest.raises(ValueError, match=r"^a tool needs 'name'$"):
+            make_request([{"role": "user", "content": "hi"}], tools=[{"description": "The time."}])
+        with pytest.raises(TypeError, match=r"^the content of a message must be a text$"):
+            make_request([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [["a", "b"], [1, "b"], [1, {"role": "user"}], [{"role": "user"}, 1], [1.5], None, b"hi"],
     )
     def test_no_part_of_a_prompt_is_left_out_because_of_its_type(self, prompt: Any) -> None:
         with pytest.raises(
