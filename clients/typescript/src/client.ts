@@ -57,12 +57,20 @@ export class Client {
   readonly #reconnectMs: number;
   readonly #retryMs: number;
   readonly #closing = new AbortController();
+  /** The cancel calls of streams that were left. */
+  readonly #leaving = new Set<Promise<void>>();
   #at = 0;
 
   /** @param address host:port, or several: when no server answers at one, the client goes on at the next. */
   constructor(address: string | readonly string[] = "127.0.0.1:50051", options: ClientOptions = {}) {
     const addresses = typeof address === "string" ? [address] : address;
     if (addresses.length === 0) throw new TypeError("a client needs the address of a gateway");
+    for (const one of addresses) {
+      const [, scheme, rest] = /^(grpcs?|https?):\/\/(.*)$/i.exec(one) ?? [];
+      if (scheme === undefined) continue; // gRPC would look for a host of that name
+      const secure = scheme.toLowerCase().endsWith("s") ? " with tls: {}" : "";
+      throw new TypeError(`the address of a gateway is host:port, such as ${rest}${secure}, got '${one}'`);
+    }
     if (/[^\x20-\x7e]/.test(options.apiKey ?? "")) {
       // Not by gRPC, whose error has the key in it.
       throw new TypeError("an API key has printable ASCII characters only; this one has others, such as a line break at its end");
@@ -75,10 +83,10 @@ export class Client {
     this.#retryMs = options.retryMs ?? 5_000;
   }
 
-  /** Ends all calls and closes the connections. */
+  /** Ends all calls, cancels the requests of open streams, and then closes the connections. */
   close(): void {
     this.#closing.abort(new Cancelled("the client was closed", "CANCELLED"));
-    for (const gateway of this.#gateways) gateway.close();
+    void Promise.allSettled(this.#leaving).then(() => this.#gateways.forEach((gateway) => gateway.close()));
   }
 
   /** Returns the whole answer. */
@@ -160,10 +168,9 @@ export class Client {
     method: DescMethodUnary<I, O>,
     request: MessageShape<I>,
     options: CallOptions,
-    retryMs = this.#retryMs,
   ): Promise<MessageShape<O>> {
     const { signal, unlink } = this.#link(options.signal);
-    const patience = new Patience(retryMs, options.timeoutMs, performance.now());
+    const patience = new Patience(this.#retryMs, options.timeoutMs, performance.now());
     try {
       for (;;) {
         const at = this.#at;
@@ -226,15 +233,18 @@ export class Client {
       : this.#gateway.stream(Inference.method.generateStream, request, limits);
   }
 
-  /** Cancels requests that their caller has left; that it fails is no error of the caller. */
+  /** Cancels requests that their caller has left, also while the client is closed; that it fails is no error of the caller. */
   async #cancel(requestIds: readonly string[]): Promise<void> {
+    const limits: CallLimits = { timeoutMs: LEAVING_MS, signal: new AbortController().signal };
     const cancel = async (requestId: string) => {
       const request = create(CancelRequestSchema, { requestId });
-      await this.#call(Inference.method.cancel, request, { timeoutMs: LEAVING_MS }, 0).catch((error: unknown) => {
-        if (!(error instanceof LapsSdError)) throw error;
+      await this.#gateway.unary(Inference.method.cancel, request, limits).catch((failed: unknown) => {
+        if (!isFailedCall(failed)) throw failed;
       });
     };
-    await Promise.all(requestIds.map(cancel));
+    const all = Promise.all(requestIds.map(cancel)).then(() => {});
+    this.#leaving.add(all);
+    await all.finally(() => this.#leaving.delete(all));
   }
 }
 

@@ -231,12 +231,13 @@ test("a gateway that is not there is reported when patience ends", async () => {
   nobody.close();
 });
 
-test("closing a client ends its streams", async () => {
+test("closing a client ends its streams and cancels their requests", async () => {
   const closed = new Client(address);
   const events = closed.stream("A long story", LONG);
-  await requestId(events);
+  const id = await requestId(events);
   closed.close();
   await assert.rejects(all(events), { name: "Cancelled", message: "the client was closed" });
+  assert.equal(await finishReason(id), FinishReason.CANCELLED);
 });
 
 test("closing a client ends its calls that have a signal of their own", async () => {
@@ -269,4 +270,9 @@ test("a key that no header can hold is refused, and the error does not have it",
 
 test("a client needs an address", () => {
   assert.throws(() => new Client([]), TypeError);
+});
+
+test("a URL in place of an address is refused with the form to use", () => {
+  assert.throws(() => new Client("http://host:50051"), { message: "the address of a gateway is host:port, such as host:50051, got 'http://host:50051'" });
+  assert.throws(() => new Client([address, "grpcs://host:443"]), { message: /such as host:443 with tls: \{\}, got/ });
 });
