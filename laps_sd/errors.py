@@ -79,6 +79,11 @@ class InvalidArgument(LapsSdError):
         self.violations: tuple[tuple[str, str], ...] = ((field, description), *more)
         super().__init__("; ".join(f"{name} {text}" if name else text for name, text in self.violations))
 
+    def __reduce__(self) -> tuple[type[InvalidArgument], tuple[object, ...]]:
+        """Make a copy or a pickle by the arguments of the constructor, not by the message."""
+        (field, description), *more = self.violations
+        return type(self), (field, description, *more)
+
     def details(self) -> Sequence[Message]:
         """Return each wrong field with its limit."""
         return (

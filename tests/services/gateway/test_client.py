@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import pickle
 from collections.abc import Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -947,6 +948,21 @@ class TestClient:
             await asyncio.to_thread(client.generate, "x", top_p=2)
         with pytest.raises(NotFound):
             await asyncio.to_thread(client.cancel, "s0.unknown")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("top_p", "must be at most 1", ("top_k", "must not be negative")),
+        ResourceExhausted("full", retry_after_s=2.5),
+        NotFound("no such request"),
+    ],
+)
+def test_an_error_crosses_the_border_of_a_process(error: LapsSdError) -> None:
+    """A multiprocessing.Pool waits without end for a result that it cannot read."""
+    copied = pickle.loads(pickle.dumps(error))
+
+    assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
 
 
 def test_a_client_needs_an_address() -> None:
