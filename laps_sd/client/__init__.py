@@ -33,7 +33,8 @@ from laps_sd.client.blocking import Client, Stream
 from laps_sd.client.failures import error_of
 from laps_sd.client.repair import Event
 from laps_sd.client.request import Options, Prompt, make_request
-from laps_sd.v1.inference_pb2 import Accepted, Cursor, Delta, Ended, OutputFormat
+from laps_sd.service.wire import Tls
+from laps_sd.v1.inference_pb2 import Accepted, Cursor, Delta, Ended, FinishReason, OutputFormat
 
 __all__ = [
     "Accepted",
@@ -44,10 +45,12 @@ __all__ = [
     "Delta",
     "Ended",
     "Event",
+    "FinishReason",
     "Options",
     "OutputFormat",
     "Prompt",
     "Stream",
+    "Tls",
     "error_of",
     "make_request",
 ]
