@@ -35,6 +35,7 @@ from gateway.links.client_stream import Accepted, Batch, ClientStream
 from gateway.links.greeting import Call, check_hello, exchange_hellos
 from gateway.links.streams import Streams
 from gateway.settings import GatewaySettings
+from laps_sd.contract.length_features import key_digest
 from laps_sd.errors import NotFound, Unavailable
 from laps_sd.service.leader_link import (
     BackOff,
@@ -350,6 +351,7 @@ class ShardLink:
             leader_epoch=reply.leader_epoch,
             software_version=hello.software_version,
         )
+        self._compare_keys(hello.length_key_digest, address)
         metrics.LINK_GREETINGS.labels(self.shard).inc()
         self._leader_epoch = reply.leader_epoch
         # A new leader does not know the messages sent to the previous one: everything is sent again.
@@ -357,6 +359,18 @@ class ShardLink:
         self._outbox.extend(self.streams.reconnected(self._now()))
         self._outbox.extend(message for message, answer in self._cancels.values() if not answer.done())
         self._outbox_filled.set()
+
+    def _compare_keys(self, digest: bytes, address: str) -> None:
+        """Warn of a scheduler that reads the words of prompts under another key than this gateway hashes them."""
+        settings = self._settings
+        if settings.predict_lengths and digest and digest != key_digest(settings.length_key):
+            log.warning(
+                "this gateway and the scheduler have different LAPS_SD_LENGTH_KEY, so that lengths are learned from noise:"
+                " all gateways and schedulers must have the same",
+                gateway_id=self.gateway_id,
+                scheduler=address,
+                shard=self.shard,
+            )
 
     def _compare(self, vocabulary: bytes) -> None:
         """Warn once of workers whose token ids mean something else than the gateway's."""

@@ -73,6 +73,14 @@ class FeatureHash:
         ]
 
 
+def key_digest(key: str) -> bytes:
+    """Return what gateways and schedulers compare of their keys: of another key it differs, but for one in 65,536.
+
+    It gives away 16 bits of the key at most, so that guesses cannot be confirmed by it.
+    """
+    return hashlib.blake2b(key.encode(), digest_size=2, person=b"laps-sd key").digest()
+
+
 def words_of(text: str) -> list[str]:
     """Return the words of a text in lower case; of a long one `MOST_WORDS` from its two ends together."""
     if len(text) <= 2 * _READ_CHARACTERS:

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 import laps_sd
+from laps_sd.contract.length_features import key_digest
 from laps_sd.errors import FailedPrecondition, InvalidArgument, LapsSdError
 from laps_sd.service.leader_link import (
     HEARTBEAT_S,
@@ -115,11 +116,13 @@ def _not_spoken(offered: Any) -> str:
 
 
 def _scheduler_hello(leadership: Leadership, version: int) -> gateway_pb.SchedulerHello:
+    settings = leadership.settings
     return gateway_pb.SchedulerHello(
-        shard=leadership.settings.shard,
+        shard=settings.shard,
         protocol_version=version,
         software_version=laps_sd.__version__,
-        pool=leadership.settings.pool,
+        pool=settings.pool,
+        length_key_digest=key_digest(settings.length_key) if settings.predict_lengths else b"",
     )
 
 

@@ -73,6 +73,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         self.heartbeats = True
         self.refuse: link_pb2.SubmitRefused | None = None
         self.load: link_pb2.ShardLoad | None = None  # sent with every heartbeat
+        self.length_key_digest = b""
         self.claims: dict[tuple[str, str], str] = {}  # idempotency key -> shard; shards of one pool share it
         self.attach_results: list[int] = []  # for the next Attaches; then the record decides
         self.replay_chunk = 1_000_000
@@ -167,7 +168,11 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         yield Reply(
             leader_epoch=self.epoch,
             hello=link_pb2.SchedulerHello(
-                shard=self.shard, protocol_version=self.version, software_version="test", pool="demo"
+                shard=self.shard,
+                protocol_version=self.version,
+                software_version="test",
+                pool="demo",
+                length_key_digest=self.length_key_digest,
             ),
         )
         self.connections.append(connection)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,6 +13,7 @@ import pytest
 import structlog
 
 from gateway.links.link import ShardLink
+from laps_sd.contract.length_features import key_digest
 from laps_sd.service import metrics
 from laps_sd.service.config import ConfigError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -208,6 +211,33 @@ async def test_workers_with_another_tokenizer_are_warned_of_once(start_scheduler
 
     warned = [line for line in lines if "another tokenizer" in line["event"]]
     assert [line["shard"] for line in warned] == ["s0"]
+
+
+async def test_a_gateway_that_hashes_words_under_another_key_warns_of_that(
+    start_scheduler: StartGateway,
+) -> None:
+    scheduler: FakeScheduler = await start_scheduler()
+
+    async def warned_of(digest: bytes, **settings: Any) -> list[MutableMapping[str, Any]]:
+        scheduler.length_key_digest = digest
+        link = ShardLink(replace(fast_settings((scheduler.address,)), **settings), "s0")
+        with structlog.testing.capture_logs() as lines:
+            run = asyncio.create_task(link.run())
+            await link.greeted.wait()
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+        return [line for line in lines if "LAPS_SD_LENGTH_KEY" in line["event"]]
+
+    (warned,) = await warned_of(key_digest("theirs"), length_key="ours")
+    assert warned["scheduler"] == scheduler.address
+    assert "ours" not in str(warned)
+    assert len(await warned_of(key_digest(""), length_key="ours")) == 1, "a scheduler without a key"
+    assert len(await warned_of(key_digest("theirs"))) == 1, "a gateway without a key"
+    assert not await warned_of(key_digest("ours"), length_key="ours")
+    assert not await warned_of(b"", length_key="ours"), (
+        "it does not read the words, or is of an older release"
+    )
+    assert not await warned_of(key_digest("theirs"), predict_lengths=False)
 
 
 async def test_a_second_answer_to_one_cancel_changes_nothing() -> None:

@@ -16,6 +16,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from laps_sd.contract.ends import End
+from laps_sd.contract.length_features import key_digest
 from laps_sd.service.metrics import serve_metrics, value
 from laps_sd.v1 import admin_pb2 as admin_pb
 from laps_sd.v1 import admin_pb2_grpc
@@ -949,6 +950,22 @@ async def test_with_each_heartbeat_gateways_learn_the_vocabulary_of_the_workers(
     async with worker(scheduler.address, vocabulary=b"12345678") as gpu:
         await gpu.next("assignment")  # the core knows the worker
         assert loop.load(gateways=1).vocabulary == b"12345678"
+
+
+async def test_gateways_learn_under_which_key_the_words_of_prompts_are_read(start: StartScheduler) -> None:
+    digests: list[bytes] = []
+    given: tuple[dict[str, Any], ...] = (
+        {},
+        {"length_key": "a secret"},
+        {"length_key": "a secret", "predict_lengths": False},
+    )
+    for settings in given:
+        scheduler = await start(**settings)
+        async with gateway(scheduler.address) as client:
+            digests.append((await client.next("hello")).length_key_digest)
+        await scheduler.crash()
+
+    assert digests == [key_digest(""), key_digest("a secret"), b""]
 
 
 async def test_a_missing_specification_is_sent_again(scheduler: SchedulerUnderTest) -> None:
