@@ -56,6 +56,8 @@ log = get_logger(__name__)
 
 PATIENCE_ROUNDS = 8
 """Failed rounds of dialling before a warning: about 3 s, which a change of leader takes."""
+TAKEOVER_S = 5.0
+"""Seconds of a change of leader beyond its lease, as the chart counts them."""
 EXPLAIN_PAUSE_S = 0.1
 
 
@@ -352,6 +354,7 @@ class ShardLink:
             software_version=hello.software_version,
         )
         self._compare_keys(hello.length_key_digest, address)
+        self._compare_waits(hello.lease_s, address)
         metrics.LINK_GREETINGS.labels(self.shard).inc()
         self._leader_epoch = reply.leader_epoch
         # A new leader does not know the messages sent to the previous one: everything is sent again.
@@ -368,6 +371,19 @@ class ShardLink:
                 "this gateway and the scheduler have different LAPS_SD_LENGTH_KEY, so that lengths are learned from noise:"
                 " all gateways and schedulers must have the same",
                 gateway_id=self.gateway_id,
+                scheduler=address,
+                shard=self.shard,
+            )
+
+    def _compare_waits(self, lease_s: float, address: str) -> None:
+        """Warn if calls do not wait as long as it takes to replace a leader that died."""
+        wait_s = self._settings.scheduler_wait_s
+        if lease_s and wait_s < lease_s + TAKEOVER_S:
+            log.warning(
+                "calls would be refused whenever a leader dies: LAPS_SD_SCHEDULER_WAIT_S must be at least LAPS_SD_LEASE_S of the"
+                f" schedulers and {TAKEOVER_S:g} s",
+                scheduler_wait_s=wait_s,
+                lease_s=lease_s,
                 scheduler=address,
                 shard=self.shard,
             )

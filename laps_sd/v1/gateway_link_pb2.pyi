@@ -227,6 +227,7 @@ class SchedulerHello(_message.Message):
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     LENGTH_KEY_DIGEST_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
     protocol_version: _builtins.int
     software_version: _builtins.str
@@ -236,6 +237,8 @@ class SchedulerHello(_message.Message):
     """Tells keys of `LAPS_SD_LENGTH_KEY` apart, and gives away 16 bits of one at most. Empty: the scheduler does not
     learn from the words of prompts.
     """
+    lease_s: _builtins.float
+    """How long leadership lasts without a renewal: calls wait at least that long after a leader died. 0: unknown."""
     def __init__(
         self,
         *,
@@ -244,10 +247,11 @@ class SchedulerHello(_message.Message):
         software_version: _builtins.str = ...,
         pool: _builtins.str = ...,
         length_key_digest: _builtins.bytes = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length_key_digest", b"length_key_digest", "pool", b"pool", "protocol_version", b"protocol_version", "shard", b"shard", "software_version", b"software_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "length_key_digest", b"length_key_digest", "pool", b"pool", "protocol_version", b"protocol_version", "shard", b"shard", "software_version", b"software_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

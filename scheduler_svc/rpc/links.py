@@ -123,6 +123,7 @@ def _scheduler_hello(leadership: Leadership, version: int) -> gateway_pb.Schedul
         software_version=laps_sd.__version__,
         pool=settings.pool,
         length_key_digest=key_digest(settings.length_key) if settings.predict_lengths else b"",
+        lease_s=settings.lease_s,
     )
 
 

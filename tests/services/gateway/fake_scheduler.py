@@ -74,6 +74,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
         self.refuse: link_pb2.SubmitRefused | None = None
         self.load: link_pb2.ShardLoad | None = None  # sent with every heartbeat
         self.length_key_digest = b""
+        self.lease_s = 0.0
         self.claims: dict[tuple[str, str], str] = {}  # idempotency key -> shard; shards of one pool share it
         self.attach_results: list[int] = []  # for the next Attaches; then the record decides
         self.replay_chunk = 1_000_000
@@ -173,6 +174,7 @@ class FakeScheduler(gateway_link_pb2_grpc.GatewayLinkServicer, admin_pb2_grpc.Ad
                 software_version="test",
                 pool="demo",
                 length_key_digest=self.length_key_digest,
+                lease_s=self.lease_s,
             ),
         )
         self.connections.append(connection)

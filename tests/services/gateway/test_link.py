@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import MutableMapping
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -213,6 +212,35 @@ async def test_workers_with_another_tokenizer_are_warned_of_once(start_scheduler
     assert [line["shard"] for line in warned] == ["s0"]
 
 
+async def warnings_of_greeting(
+    scheduler: FakeScheduler, variable: str, **settings: Any
+) -> list[MutableMapping[str, Any]]:
+    """Return the warnings about a variable by a gateway that connects to a scheduler."""
+    link = ShardLink(fast_settings((scheduler.address,), **settings), "s0")
+    with structlog.testing.capture_logs() as lines:
+        run = asyncio.create_task(link.run())
+        await link.greeted.wait()
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+    return [line for line in lines if line["log_level"] == "warning" and variable in line["event"]]
+
+
+async def test_a_gateway_whose_calls_wait_shorter_than_a_takeover_warns_of_that(
+    start_scheduler: StartGateway,
+) -> None:
+    scheduler: FakeScheduler = await start_scheduler()
+    scheduler.lease_s = 6.0
+
+    async def warned_of(wait_s: float) -> list[MutableMapping[str, Any]]:
+        return await warnings_of_greeting(scheduler, "LAPS_SD_SCHEDULER_WAIT_S", scheduler_wait_s=wait_s)
+
+    (warned,) = await warned_of(10.0)
+    assert (warned["scheduler_wait_s"], warned["lease_s"]) == (10.0, 6.0)
+    assert not await warned_of(11.0)
+    scheduler.lease_s = 0.0
+    assert not await warned_of(0.1), "the scheduler is of an older release"
+
+
 async def test_a_gateway_that_hashes_words_under_another_key_warns_of_that(
     start_scheduler: StartGateway,
 ) -> None:
@@ -220,13 +248,7 @@ async def test_a_gateway_that_hashes_words_under_another_key_warns_of_that(
 
     async def warned_of(digest: bytes, **settings: Any) -> list[MutableMapping[str, Any]]:
         scheduler.length_key_digest = digest
-        link = ShardLink(replace(fast_settings((scheduler.address,)), **settings), "s0")
-        with structlog.testing.capture_logs() as lines:
-            run = asyncio.create_task(link.run())
-            await link.greeted.wait()
-            run.cancel()
-            await asyncio.gather(run, return_exceptions=True)
-        return [line for line in lines if "LAPS_SD_LENGTH_KEY" in line["event"]]
+        return await warnings_of_greeting(scheduler, "LAPS_SD_LENGTH_KEY", **settings)
 
     (warned,) = await warned_of(key_digest("theirs"), length_key="ours")
     assert warned["scheduler"] == scheduler.address

@@ -952,6 +952,12 @@ async def test_with_each_heartbeat_gateways_learn_the_vocabulary_of_the_workers(
         assert loop.load(gateways=1).vocabulary == b"12345678"
 
 
+async def test_gateways_learn_how_long_the_lease_of_a_leader_lasts(start: StartScheduler) -> None:
+    scheduler = await start(lease_s=0.75)
+    async with gateway(scheduler.address) as client:
+        assert (await client.next("hello")).lease_s == 0.75
+
+
 async def test_gateways_learn_under_which_key_the_words_of_prompts_are_read(start: StartScheduler) -> None:
     digests: list[bytes] = []
     given: tuple[dict[str, Any], ...] = (
