@@ -77,8 +77,8 @@ class SchedulerSettings(RecordSettings, ServingSettings):
     )
     lease_s: float = field(
         3.0,
-        help="How long leadership lasts without a renewal. Shorter: faster takeover; longer: fewer takeovers "
-        "while Redis is slow.",
+        help="How long leadership lasts without a renewal, the same at all schedulers of a shard. Shorter: faster "
+        "takeover; longer: fewer takeovers while Redis is slow.",
         minimum=0.5,
         maximum=60.0,
     )

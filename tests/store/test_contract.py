@@ -912,6 +912,18 @@ class TestLeadership:
         assert await first.renew_leadership() is False
         assert first.epoch is None
 
+    async def test_a_lease_that_the_servers_clock_has_lengthened_is_cut(
+        self, store: Store, open_store: OpenStore, client: redis_client.Redis
+    ) -> None:
+        """Set back by an hour, the clock would keep the lease of a dead leader for an hour more."""
+        standby = open_store()
+        for left_ms, kept_ms in ((3_600_000, 60_000), (5_000, 5_000)):
+            await client.pexpire(store.keys.leader(), left_ms)
+
+            assert await standby.acquire_leadership(owner="standby:1", lease_s=60) is None
+            assert await client.pttl(store.keys.leader()) <= kept_ms
+        assert await store.renew_leadership() is True, "a leader that lives keeps leading"
+
     async def test_resigning_hands_over_at_once(self, store: Store, open_store: OpenStore) -> None:
         await take_over(open_store, store)
 

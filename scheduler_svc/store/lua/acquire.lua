@@ -28,7 +28,11 @@ local incarnation = redis.call('GET', KEYS[4])
 local leader = redis.call('GET', KEYS[1])
 if leader then
     local mine = string.match(leader, '^(%d+:' .. nonce .. ') ')
-    if not mine then return {'taken', incarnation or ''} end
+    if not mine then
+        -- Longer than a lease lasts: the server's clock was set back since. It may be that this server takes no writes at present.
+        redis.pcall('PEXPIRE', KEYS[1], lease_ms, 'LT')
+        return {'taken', incarnation or ''}
+    end
     redis.call('PEXPIRE', KEYS[1], lease_ms)
     return {'ok', mine, incarnation}
 end
