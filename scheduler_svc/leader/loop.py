@@ -94,6 +94,10 @@ MAX_TURN_TOKENS = 1 << 20
 """Prompt tokens of one turn, or one request with more: checking and writing so many takes some tenths of a
 second, in which no lease is renewed.
 """
+MAX_INBOX_TOKENS = 4 * MAX_TURN_TOKENS
+"""Prompt tokens of the submissions that may wait for a turn; with more, streams are no longer read either. The number
+of items alone does not bound their memory: 20,000 prompts of 128,000 tokens take 20 GB.
+"""
 GRACES_TOGETHER = 1024
 """Requests of which a new leader starts the grace periods before it lets other tasks run."""
 OBSERVE_S = 1.0
@@ -161,6 +165,8 @@ class Loop:
             doubt_lead=lambda: self.put(LeadInDoubt()),
         )
         self._inbox: deque[Item] = deque()
+        self._inbox_tokens = 0
+        """Prompt tokens of the submissions in it."""
         self._arrived = asyncio.Event()
         self._rounds = MergedRounds()
         """Reports that the core has not received."""
@@ -196,9 +202,13 @@ class Loop:
     def put(self, item: Item) -> None:
         """Queue an item for the next turn."""
         self._inbox.append(item)
+        self._inbox_tokens += _submitted_tokens(item)
         self._arrived.set()
-        if len(self._inbox) > MAX_INBOX:
+        if self._is_behind():
             self.room.clear()
+
+    def _is_behind(self) -> bool:
+        return len(self._inbox) > MAX_INBOX or self._inbox_tokens > MAX_INBOX_TOKENS
 
     def agrees(self, fingerprint: str, *, has_accepted: bool) -> bool:
         """Return True if a worker's model pair is the pool's; see `Roster.agrees`."""
@@ -272,7 +282,7 @@ class Loop:
             await self._wait()
             items = self._next_items()
             self._arrived.clear()
-            if len(self._inbox) <= MAX_INBOX:
+            if not self._is_behind():
                 self.room.set()
             await self._turn(items)
 
@@ -280,20 +290,17 @@ class Loop:
         items: list[Item] = []
         tokens = 0
         while self._inbox and len(items) < MAX_TURN and tokens < MAX_TURN_TOKENS:
-            items.append(self._inbox.popleft())
-            tokens += self._prompt_tokens(items[-1])
+            item = self._inbox.popleft()
+            items.append(item)
+            self._inbox_tokens -= _submitted_tokens(item)
+            tokens += self._prompt_tokens(item)
         return items
 
     def _prompt_tokens(self, item: Item) -> int:
         """Return the number of prompt tokens that the turn of an item reads or sends because of it."""
-        if not isinstance(item, FromGateway):
-            return 0
-        message = item.message
-        if message.HasField("submit"):
-            return len(message.submit.specification.prompt_ids)
-        if not message.attach.wants_submission:
-            return 0
-        live = self.working_copy.live.get(message.attach.request_id)
+        if not isinstance(item, FromGateway) or not item.message.attach.wants_submission:
+            return _submitted_tokens(item)
+        live = self.working_copy.live.get(item.message.attach.request_id)
         return 0 if live is None else live.facts.prompt_tokens
 
     async def _wait(self) -> None:
@@ -630,6 +637,13 @@ class Loop:
             if known.get(request_id) != listed.lease_epoch:
                 self._specify(entry.session, copy, listed.lease_epoch, now_s)
         entry.session.assign(entries)
+
+
+def _submitted_tokens(item: Item) -> int:
+    """Return the number of prompt tokens that an item submits."""
+    if isinstance(item, FromGateway) and item.message.HasField("submit"):
+        return len(item.message.submit.specification.prompt_ids)
+    return 0
 
 
 def _is_known(commit: Commit, live: Live) -> bool:

@@ -797,6 +797,27 @@ async def test_a_turn_takes_no_more_prompts_than_it_handles_in_time(
     assert [len(leader.loop._next_items()) for _ in range(5)] == [2, 2, 2, 3, 0]
 
 
+async def test_long_prompts_that_wait_for_a_turn_hold_streams_back(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many items take gigabytes if each has a long prompt. The prompts here have three tokens."""
+    monkeypatch.setattr("scheduler_svc.leader.loop.MAX_INBOX_TOKENS", 6)
+    loop = leader.loop
+    running = asyncio.create_task(loop.run())  # its first turn is later
+    for number in range(2):
+        loop.put(leader.submits(f"r{number}"))
+    loop.put(leader.attaches("r0"))
+    assert loop.room.is_set()
+    loop.put(leader.submits("r2"))
+    assert not loop.room.is_set()
+
+    await loop.room.wait()
+    assert not loop._inbox
+    assert loop._inbox_tokens == 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader) -> None:
     """One batch with all of them could outlast the timeout of the store, and then the lease."""
     ids = [f"r{number}" for number in range(2 * MAX_TURN + 1)]
