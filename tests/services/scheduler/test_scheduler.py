@@ -875,6 +875,23 @@ async def test_the_same_idempotency_key_attaches_and_another_body_is_refused(
         assert other.refused.reason == Refused.REASON_KEY_CONFLICT
 
 
+@pytest.mark.parametrize(
+    "limits", [{"max_requests": 1}, {"max_queued_tokens": 11}, {"max_requests_per_tenant": 1}]
+)
+async def test_a_known_idempotency_key_attaches_while_there_is_no_room(
+    start: StartScheduler, limits: dict[str, int]
+) -> None:
+    scheduler = await start(**limits)
+    key = str(limits)  # other tests' shards have claimed simpler ones
+    async with gateway(scheduler.address) as client:
+        await client.submit("r1", idempotency_key=key, body_hash=b"a")
+        same = await client.submit("r2", submission_id=2, idempotency_key=key, body_hash=b"a")
+        new = await client.submit("r3", submission_id=3, idempotency_key=f"new {key}", body_hash=b"a")
+
+        assert (same.accepted.request_id, same.accepted.attached_to_existing) == ("r1", True)
+        assert new.refused.reason in (Refused.REASON_QUEUE_FULL, Refused.REASON_TENANT_FULL)
+
+
 async def test_a_submit_sent_twice_is_one_request(scheduler: SchedulerUnderTest) -> None:
     async with gateway(scheduler.address) as client:
         first = await client.submit("r1")
