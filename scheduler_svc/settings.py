@@ -96,7 +96,8 @@ class SchedulerSettings(RecordSettings, ServingSettings):
     )
     watchdog_s: float = field(
         60.0,
-        help="A connected worker with assigned work that sends no report for this long is given up.",
+        help="A connected worker with assigned work that sends no report for this long is given up. Must be longer "
+        "than any round.",
         minimum=1.0,
         maximum=3600.0,
     )

@@ -169,11 +169,13 @@ class Roster:
 
     def _watch(self, entry: WorkerEntry, now_s: float) -> None:
         """Set the watchdog: a connected worker with assigned requests that sends no report for too long
-        counts as dead.
+        counts as dead. Time in which this loop did not run does not count: no report was read in it.
         """
+        due_s = now_s + self._settings.watchdog_s / 2
 
         def look(turn: Turn) -> None:
             assert entry.session is not None, "the timer is replaced when the session ends"
+            entry.last_report_s = min(turn.now_s, entry.last_report_s + turn.now_s - due_s)
             # What has ended is not known any more, while the list that was sent last may still name it.
             has_work = len(entry.session.known)
             if has_work and turn.now_s - entry.last_report_s >= self._settings.watchdog_s:
@@ -184,7 +186,7 @@ class Roster:
             else:
                 self._watch(entry, turn.now_s)
 
-        entry.replace_timer(self._timers.at(now_s + self._settings.watchdog_s / 2, look))
+        entry.replace_timer(self._timers.at(due_s, look))
 
     def _lose(self, turn: Turn, entry: WorkerEntry, *, hung: bool = False) -> None:
         entry.replace_timer(None)

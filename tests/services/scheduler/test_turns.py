@@ -818,6 +818,21 @@ async def test_long_prompts_that_wait_for_a_turn_hold_streams_back(
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_no_worker_is_taken_for_hanging_because_the_leader_stood_still(leader: Leader) -> None:
+    """It was stopped, as by `docker pause`: what the worker has sent meanwhile is not read when it continues."""
+    worker, watchdog_s = leader.workers[0], leader.loop.settings.watchdog_s
+    await leader.turn(worker.opens())
+    await leader.submit("r")
+
+    leader.now_s += 10 * watchdog_s
+    await leader.turn()
+    assert not worker.session.closed
+
+    leader.now_s += watchdog_s / 2
+    await leader.turn()
+    assert worker.session.closed, "it has not reported for the watchdog's time while the leader ran"
+
+
 async def test_requests_with_one_deadline_end_over_several_turns(leader: Leader) -> None:
     """One batch with all of them could outlast the timeout of the store, and then the lease."""
     ids = [f"r{number}" for number in range(2 * MAX_TURN + 1)]
