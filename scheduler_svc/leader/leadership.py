@@ -1,7 +1,9 @@
 """Leads the shard while this process is the leader on the record; stands by otherwise.
 
-Exactly one `Loop` exists while this process leads, none otherwise. A leader that cannot renew in time stops
-acting at once: its scripts would be fenced anyway, and its streams end with NOT_LEADER.
+Exactly one `Loop` exists while this process leads, none otherwise. A leader that another one has replaced stops
+acting as soon as it learns that: its scripts are fenced, and its streams end. One that cannot reach the record keeps
+what it holds, since it may be the only one that has it, and turns its peers away now and then: if another process
+leads, they find it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ from scheduler_svc.store.store import Store
 
 log = get_logger(__name__)
 
+TURN_AWAY_S = 0.5
+"""Seconds for which a leader that cannot reach the record greets no peer: time for each of them to begin a round of
+dialling, which visits all schedulers. Shorter than any grace of gateways and workers.
+"""
 WRONG_CLOCK_S = 1.0
 """Seconds between the clocks of scheduler and record from which on the difference is logged."""
 
@@ -61,6 +67,7 @@ class Leadership:
         self.outage = Outage()
         self._on_lead = on_lead
         self._waits = False
+        self._turns_away_until_s = 0.0
         self._holds_old_lead = False
         """Whether what this process has led is still in its memory."""
         self._traces = RequestTraces(tracing, shard=settings.shard, policy=settings.policy)
@@ -82,6 +89,11 @@ class Leadership:
                 log.warning("fenced: another leader is in force", leader_epoch=self.epoch)
             finally:
                 self._step_down("this scheduler no longer leads")
+
+    @property
+    def serving(self) -> Loop | None:
+        """Return the loop for a peer that dials; None on a standby, and while peers are turned away."""
+        return None if asyncio.get_running_loop().time() < self._turns_away_until_s else self.loop
 
     async def write_back(self) -> None:
         """Write back what the record has lost, if anything, before a graceful stop. Waits at most two lease
@@ -212,14 +224,19 @@ class Leadership:
         return priors
 
     async def _renew(self) -> None:
-        """Renew the lease three times per period. While the record is away no other process can lead either,
-        so this one keeps trying, often enough to be the first that reaches the record again.
+        """Renew the lease three times per period. While the record is away for all no other process can lead either,
+        so this one keeps trying, often enough to be the first that reaches the record again. It may be away for
+        this process alone: so peers are turned away when a standby would lead by now, and after each time as long
+        as all before.
         """
+        now_s = asyncio.get_running_loop().time
+        renewed_s, unknown_s = now_s(), self.store.patience_s(self.settings.lease_s)
         while True:
             await asyncio.sleep(self.settings.lease_s / (8 if self.outage.on else 3))
             try:
                 if not await self.store.renew_leadership():
                     raise Fenced("the lease was not renewed in time")
+                renewed_s, unknown_s = now_s(), self.store.patience_s(self.settings.lease_s)
                 # A full server renews a lease, and an idle leader writes nothing else: this write shows
                 # whether the server is full.
                 await self.store.try_write()
@@ -230,6 +247,15 @@ class Leadership:
                 self.loop.put(LeadInDoubt())
             except StoreUnavailable as error:
                 self.outage.began(error, lasting=True)
+                unreachable_s = now_s() - renewed_s
+                if unreachable_s >= unknown_s:
+                    unknown_s *= 2
+                    self._turns_away_until_s = now_s() + TURN_AWAY_S
+                    log.warning(
+                        "gateways and workers are turned away for a moment, as another scheduler may lead",
+                        unreachable_s=round(unreachable_s, 1),
+                    )
+                    self._end_streams("the record cannot be reached")
 
     def _step_down(self, reason: str) -> None:
         if self.loop is not None:
@@ -238,5 +264,8 @@ class Leadership:
         self.loop = None
         metrics.leads(False)
         self._on_lead(False)
+        self._end_streams(reason)
+
+    def _end_streams(self, reason: str) -> None:
         for session in self.sessions:
             session.close(reason)

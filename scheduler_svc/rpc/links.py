@@ -144,7 +144,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
         hello = await _hello(context, "gateway")
         checks.check_gateway_hello(hello)
         leadership = self._leadership
-        loop = leadership.loop
+        loop = leadership.serving
         if loop is None:
             await context.write(
                 gateway_pb.GatewayLinkReply(
@@ -201,7 +201,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         """See worker_link.proto."""
         hello: worker_pb.WorkerHello = await _hello(context, "worker")
         leadership = self._leadership
-        loop = leadership.loop
+        loop = leadership.serving
         if loop is None:
             await context.write(
                 worker_pb.WorkerLinkReply(

@@ -23,6 +23,8 @@ import redis.asyncio as redis_client
 import structlog
 
 from bench._proxy import BOTH, Proxy
+from gateway.links.link import ShardLink
+from gateway.settings import GatewaySettings
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_features import packed
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
@@ -961,6 +963,38 @@ async def test_a_leader_that_was_cut_off_and_fenced_reports_the_record_as_availa
         async with gateway(first.address) as client:
             assert (await client.submit("r2")).accepted.request_id == "r2"
     finally:
+        await first.crash()
+        await network.close()
+
+
+async def test_peers_of_a_leader_that_alone_cannot_reach_the_record_find_the_next_one(
+    own_valkey: EmbeddedServer, start_own: StartScheduler
+) -> None:
+    """Its heartbeats go on, and nothing else shows them that another process leads."""
+    network = Proxy(own_valkey.url.removeprefix("redis://").partition("/")[0])
+    await network.serve()
+    first = await start_scheduler(f"redis://{network.address}/0", shard="s", priors_save_s=3600.0)
+    first.store.patience_s = lambda lease_s: 2 * lease_s  # type: ignore[method-assign]
+    link = ShardLink(GatewaySettings(), "s", seeds=[first.address])
+    linked = asyncio.create_task(link.run())
+    try:
+        await first.wait_leading()
+        await wait_until_async(lambda: link.connected, description="the gateway has found the first leader")
+        async with worker(first.address) as gpu:
+            await gpu.next("assignment")
+            network.hold(os.getpid(), BOTH)
+            second = await start_own()
+            link.seeds = [first.address, second.address]
+
+            await gpu.wait_ended()
+            await wait_until_async(
+                lambda: link._leader_epoch == second.leadership.epoch,
+                description="it has found the second one",
+            )
+        assert first.leadership.loop is not None, "it keeps what it holds"
+    finally:
+        linked.cancel()
+        await asyncio.gather(linked, return_exceptions=True)
         await first.crash()
         await network.close()
 
