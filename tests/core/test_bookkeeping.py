@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from scheduler_svc.core.handlers.requests import LOOKED_AT_PER_ARRIVAL
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.settings import CoreSettings
-from scheduler_svc.core.state.request import ALONE_AFTER
+from scheduler_svc.core.state.request import ALONE_AFTER, Request
 from scheduler_svc.core.state.shard import Shard
 from scheduler_svc.core.state.tenants import Account
 from scheduler_svc.core.state.worker import STUCK_REPORTS, Worker
@@ -344,6 +345,17 @@ def test_each_arrival_has_the_next_waiting_requests_ranked_again() -> None:
         after = {entry.request_id: entry.index_s for entry in scheduler.queue(0.0, 99)}
         assert set(after) == set(before)
         assert all(after[name] > 1.2 * before[name] for name in before)
+
+
+def test_waiting_requests_that_ended_do_not_stay_until_others_arrive() -> None:
+    scheduler = core()
+    names = [f"ended-{i}" for i in range(10 * LOOKED_AT_PER_ARRIVAL)]
+    for number, name in enumerate(names):
+        scheduler.step(0.0, [Arrived(request(name, number))])
+    scheduler.step(1.0, [EndRequested(name, End.CANCELLED, "") for name in names])
+
+    kept = [one for one in gc.get_objects() if isinstance(one, Request)]
+    assert not {one.request_id for one in kept} & set(names)
 
 
 class TestWhyItWasPaused:

@@ -30,8 +30,9 @@ class Requests:
         self._shard = shard
         self._ranker = ranker
         self._deaths = deaths
-        self._to_refresh: Iterator[Request] = iter(())
-        """Requests to be ranked again next, if they wait by then."""
+        self._to_refresh: Iterator[str] = iter(())
+        """Ids of requests to be ranked again next, if they wait by then: the requests themselves would stay after their
+        end until as many others have arrived."""
 
     def arrived(self, facts: RequestFacts, ledger: Ledger) -> None:
         """Queue a new request; a known one changes nothing."""
@@ -117,8 +118,9 @@ class Requests:
         fallen a little.
         """
         next_ones = list(islice(self._to_refresh, LOOKED_AT_PER_ARRIVAL))
-        for request in next_ones:
-            if self._shard.waits(request):
+        for request_id in next_ones:
+            request = self._shard.requests.get(request_id)
+            if request is not None and self._shard.waits(request):
                 ledger.rerank(request)
         if len(next_ones) < LOOKED_AT_PER_ARRIVAL:
-            self._to_refresh = iter(list(self._shard.requests.values()))
+            self._to_refresh = iter(list(self._shard.requests))
