@@ -4,7 +4,7 @@ requests that gateways and workers bring back.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from laps_sd.contract.ends import End
@@ -173,7 +173,8 @@ class Clients:
 
     async def admit(self, turn: Turn) -> None:
         """Write this turn's submissions to the record; only those that it takes are accepted."""
-        admissible = self._admissible(turn)
+        too_long: dict[str, InvalidArgument] = {}
+        admissible = self._admissible(turn, too_long)
         if not admissible:
             return
         # All earlier lease epochs of the request were smaller than the time in seconds. Of several streams of
@@ -185,13 +186,16 @@ class Clients:
             )
         }
         try:
-            results = await self._submit([new for _, _, new in admissible], shown)
+            results = await self._submit([new for _, _, new in admissible], shown, too_long)
             self._outage.wrote()
         except StoreUnavailable as error:
             self._outage.began(error)
             self._refuse_unanswered(turn, admissible, shown, str(error))
             return
         for (session, submission, new), result in zip(admissible, results, strict=True):
+            if result.status is SubmitStatus.UNKNOWN:
+                _refuse_invalid(session, submission, too_long[new.request_id])
+                continue
             self._admitted(turn, session, submission, new, result, shown.get(new.request_id))
         # Afterwards: a write-back ends what the record has and the working copy lacks.
         for (_, _, new), result in zip(admissible, results, strict=True):
@@ -200,17 +204,27 @@ class Clients:
             if live is not None and attached and not _is_out_of_time(live, turn.now_s):
                 await self._give_time(live, new.deadline_unix_ms)
 
-    def _admissible(self, turn: Turn) -> list[Admissible]:
-        """Return the submissions of a turn that can be written to the record, and refuse the others."""
+    def _admissible(self, turn: Turn, too_long: dict[str, InvalidArgument]) -> list[Admissible]:
+        """Return the submissions of a turn that can be written to the record, and refuse the others.
+
+        Adds to `too_long`, by id, those that no worker could hold: the record may know them all the same, from
+        before a large worker left.
+        """
         unix_ms = round(turn.now_s * 1000)
         admissible: list[Admissible] = []
         for session, submission in turn.submits:
             try:
-                checks.check_submission(submission.message, self._limit_tokens(submission))
+                checks.check_submission(submission.message, self._settings.max_context_tokens)
                 checks.check_attachment(submission.message)
+                try:
+                    checks.check_fits(submission.message, self._limit_tokens(submission))
+                except InvalidArgument as error:
+                    known = submission.request_id in self._working_copy.live
+                    if not known and not submission.message.idempotency_key:
+                        raise
+                    too_long[submission.request_id] = error
             except InvalidArgument as error:
-                field, _ = error.violations[0]
-                _refuse(session, submission, Refusal.INVALID, error.message, field=field)
+                _refuse_invalid(session, submission, error)
                 continue
             new = self._new_request(submission, unix_ms)
             if new.request_id in self._working_copy.doubtful:  # its withdrawal may be executed later
@@ -259,13 +273,15 @@ class Clients:
         if extended:
             self._working_copy.extend(live, None if deadline_unix_ms is None else deadline_unix_ms / 1000.0)
 
-    async def _submit(self, requests: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
+    async def _submit(
+        self, requests: Sequence[NewRequest], shown: Mapping[str, Shown], only_known: Container[str] = ()
+    ) -> list[SubmitResult]:
         submitted = {new.request_id for new in requests}
         added = submitted - self._working_copy.restoring
         # Some may be written when the lead has to be confirmed: the write-back must not end those.
         self._working_copy.restoring |= added
         try:
-            results = await self._write_as_leader(lambda: self._store.submit(requests, shown))
+            results = await self._write_as_leader(lambda: self._store.submit(requests, shown, only_known))
         except StoreUnavailable:
             self._working_copy.restoring -= added
             raise
@@ -576,6 +592,11 @@ def _submit_again(session: GatewaySession, submission: Submission) -> Callable[[
             turn.submits.append((session, submission))
 
     return again
+
+
+def _refuse_invalid(session: GatewaySession, submission: Submission, error: InvalidArgument) -> None:
+    field, _ = error.violations[0]
+    _refuse(session, submission, Refusal.INVALID, error.message, field=field)
 
 
 def _refuse(

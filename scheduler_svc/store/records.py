@@ -166,6 +166,8 @@ class SubmitStatus(enum.Enum):
     """Same idempotency key (or same request id), other body."""
     QUEUE_FULL = "queue_full"
     TENANT_FULL = "tenant_full"
+    UNKNOWN = "unknown"
+    """Neither the request nor its idempotency key is known, and it was not to be accepted."""
     ELSEWHERE = "elsewhere"
     """Another shard decides about the idempotency key."""
 

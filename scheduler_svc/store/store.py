@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -254,12 +254,16 @@ class Store:
     # transitions
 
     async def submit(
-        self, requests: Sequence[NewRequest], shown: Mapping[str, Shown] = MappingProxyType({})
+        self,
+        requests: Sequence[NewRequest],
+        shown: Mapping[str, Shown] = MappingProxyType({}),
+        only_known: Container[str] = (),
     ) -> list[SubmitResult]:
         """Write new requests to the record; those that are not ACCEPTED are not on it.
 
         `shown`: by request id, for requests that the record has had before and lost. Requests that it still
-        has stay as they are.
+        has stay as they are. `only_known`: ids of requests that are not to be accepted unless they are, or their
+        idempotency keys are known.
 
         An idempotency key is claimed first, so that no other shard takes it too.
 
@@ -268,7 +272,12 @@ class Store:
         be stored.
         """
         entries = [
-            self._submit_entry(request, shown.get(request.request_id, _NOT_SHOWN)) for request in requests
+            self._submit_entry(
+                request,
+                shown.get(request.request_id, _NOT_SHOWN),
+                -1 if request.request_id in only_known else reserved_tokens(request),
+            )
+            for request in requests
         ]
         decides = await self.claims.claim(requests)
         # A request that was accepted once stays accepted, even if another shard has taken its key since.
@@ -292,7 +301,7 @@ class Store:
                 self.tails.submitted(
                     request.request_id, result.sequence, known.lease_epoch, len(known.token_ids)
                 )
-            elif result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
+            elif result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL, SubmitStatus.UNKNOWN):
                 refused.append((request.request_id, self.claims.key_of(request)))
             else:
                 self.claims.attached(request, result.request_id)
@@ -387,8 +396,10 @@ class Store:
             )
         return calls
 
-    def _submit_entry(self, request: NewRequest, shown: Shown) -> tuple[list[str], list[Argument]]:
-        """Return the keys and arguments of one entry. Raises ValueError."""
+    def _submit_entry(
+        self, request: NewRequest, shown: Shown, tokens: int
+    ) -> tuple[list[str], list[Argument]]:
+        """Return the keys and arguments of one entry; `tokens`: see `submit.lua`. Raises ValueError."""
         request_id = request.request_id
         if not request_id or request_id.split() != [request_id]:
             raise ValueError(f"request id {request_id!r}: it must not be empty nor hold white space")
@@ -403,7 +414,7 @@ class Store:
             request_id,
             request.tenant,
             request.body_hash,
-            reserved_tokens(request),
+            tokens,
             pack_ids(request.prompt_ids),
             request.submission,
             request.length_features,

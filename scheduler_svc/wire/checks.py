@@ -30,8 +30,9 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
     for name in ("deadline_in_ms", "time_limit_ms", "grace_ms"):
         if getattr(submit, name) > MAX_TIME_MS:
             raise InvalidArgument(name, f"must be at most {MAX_TIME_MS}, got {getattr(submit, name)}")
-    _check_prompt(submit, max_context_tokens - 1)
-    _check_outputs(submit, sampling.max_tokens, max_context_tokens - len(specification.prompt_ids))
+    _check_prompt(submit)
+    check_fits(submit, max_context_tokens)
+    _check_outputs(submit, sampling.max_tokens)
     _check_sampling(sampling)
     if specification.output_format.ByteSize() > limits.RECORDED_FORMAT_BYTES:
         raise InvalidArgument(
@@ -41,6 +42,23 @@ def check_submission(submit: gateway_pb.Submit, max_context_tokens: int) -> None
         raise InvalidArgument("specification.logprobs", f"must be at most {limits.RECORDED_LOGPROBS}")
     if specification.HasField("prompt_logprobs"):
         _check_prompt_logprobs(specification.prompt_logprobs, len(specification.prompt_ids))
+
+
+def check_fits(submit: gateway_pb.Submit, most_tokens: int) -> None:
+    """Refuse a submission whose prompt and output may have more tokens together. Raises InvalidArgument."""
+    specification = submit.specification
+    prompt_tokens, max_tokens = len(specification.prompt_ids), specification.sampling.max_tokens
+    if prompt_tokens >= most_tokens:
+        raise InvalidArgument(
+            "specification.prompt_ids",
+            f"must have at most {max(0, most_tokens - 1)} tokens in this shard, got {prompt_tokens}",
+        )
+    room = most_tokens - prompt_tokens
+    if max_tokens > room:
+        raise InvalidArgument(
+            "specification.sampling.max_tokens",
+            f"must be at most {room} after a prompt of {prompt_tokens} tokens in this shard, got {max_tokens}",
+        )
 
 
 def _check_prompt_logprobs(alternatives: int, prompt_tokens: int) -> None:
@@ -68,17 +86,12 @@ def _check_names(submit: gateway_pb.Submit) -> None:
     _bounded_bytes("body_hash", submit.body_hash)
 
 
-def _check_prompt(submit: gateway_pb.Submit, most_tokens: int) -> None:
-    """Check the prompt, and what is derived from it. `most_tokens`: of a prompt, so that one output token has room."""
+def _check_prompt(submit: gateway_pb.Submit) -> None:
+    """Check the prompt, and what is derived from it."""
     specification = submit.specification
     prompt_tokens = len(specification.prompt_ids)
     if prompt_tokens == 0:
         raise InvalidArgument("specification.prompt_ids", "must not be empty")
-    if prompt_tokens > most_tokens:
-        raise InvalidArgument(
-            "specification.prompt_ids",
-            f"must have at most {max(0, most_tokens)} tokens in this shard, got {prompt_tokens}",
-        )
     if max(specification.prompt_ids) > MAX_TOKEN_ID:
         raise InvalidArgument("specification.prompt_ids", f"must be at most {MAX_TOKEN_ID}")
     if problem := length_features.problem_of(submit.length_features):
@@ -93,16 +106,10 @@ def _check_prompt(submit: gateway_pb.Submit, most_tokens: int) -> None:
         )
 
 
-def _check_outputs(submit: gateway_pb.Submit, max_tokens: int, room: int) -> None:
-    """Check the output tokens that are requested and those that were shown. `room`: tokens that may follow the prompt."""
+def _check_outputs(submit: gateway_pb.Submit, max_tokens: int) -> None:
+    """Check the output tokens that are requested and those that were shown."""
     if max_tokens == 0:
         raise InvalidArgument("specification.sampling.max_tokens", "must be at least 1")
-    if max_tokens > room:
-        raise InvalidArgument(
-            "specification.sampling.max_tokens",
-            f"must be at most {room} after a prompt of {len(submit.specification.prompt_ids)} tokens in this shard,"
-            f" got {max_tokens}",
-        )
     if len(submit.shown_ids) > max_tokens:
         raise InvalidArgument(
             "shown_ids",

@@ -87,6 +87,22 @@ async def test_a_refused_submission_leaves_the_key_to_others(open_shard: OpenSha
     await accept(roomy, keyed("r2"))
 
 
+async def test_what_was_to_be_accepted_only_if_known_leaves_the_key_to_others(open_shard: OpenShard) -> None:
+    first, second = await open_shard(), await open_shard()
+    await accept(first, keyed("r1"))
+    news = [keyed("r1"), keyed("r2"), keyed("r3", idempotency_key="k2")]
+
+    results = await first.submit(news, only_known={"r1", "r2", "r3"})
+
+    assert [(result.status.value, result.request_id) for result in results] == [
+        ("accepted", "r1"),
+        ("attached", "r1"),
+        ("unknown", "r3"),
+    ]
+    assert await first.read("r3") is None
+    await accept(second, keyed("r4", idempotency_key="k2"))
+
+
 async def test_a_refusal_does_not_take_the_key_from_a_newer_submission(
     open_shard: OpenShard, client: redis_client.Redis
 ) -> None:

@@ -8,9 +8,9 @@
 --     tokens       string  created here if tokens were shown
 --     idempotency  string  "sequence request-id body-hash"; the request's key again when the client gave none
 --   ARGV    leadership, max_requests, max_tokens, max_requests_per_tenant (-1: no limit), shard_ttl_ms, then per entry
---     id, tenant, body_hash, tokens (prompt tokens and max_tokens), prompt, submission, length_features (empty: none),
+--     id, tenant, body_hash, tokens (prompt tokens and max_tokens; -1: it joins only if it is known), prompt, submission, length_features (empty: none),
 --     prompt_blocks (empty: none), shown, n, then n strings: field, value, … of the request hash
---   returns per entry {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full', id, 0};
+--   returns per entry {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full' | 'unknown', id, 0};
 --           or {'fenced'}; 'accepted' also when this very request is on the record already: a retry.
 local leadership, max_requests, max_tokens, max_per_tenant = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
@@ -31,6 +31,7 @@ local function submit(k, a)
         return {hash == body_hash and 'attached' or 'conflict', other, tonumber(sequence)}
     end
 
+    if tokens < 0 then return {'unknown', id, 0} end
     if max_requests >= 0 and requests >= max_requests then return {'queue_full', id, 0} end
     if max_tokens >= 0 and reserved + tokens > max_tokens then return {'queue_full', id, 0} end
     of_tenant[tenant] = of_tenant[tenant] or tonumber(redis.call('HGET', KEYS[TENANTS], tenant) or 0)

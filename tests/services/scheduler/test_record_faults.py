@@ -1053,9 +1053,9 @@ async def test_an_outage_that_the_renewal_has_found_is_not_tried_by_each_submiss
     submit = scheduler.store.submit
     tried: list[str] = []
 
-    async def noted(requests: Any, shown: Any) -> Any:
+    async def noted(requests: Any, *others: Any) -> Any:
         tried.extend(new.request_id for new in requests)
-        return await submit(requests, shown)
+        return await submit(requests, *others)
 
     monkeypatch.setattr(scheduler.store, "submit", noted)
     outage = scheduler.leadership.outage

@@ -946,6 +946,30 @@ async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wai
         )
 
 
+async def test_a_known_idempotency_key_attaches_to_a_request_that_no_worker_could_hold_any_more(
+    start: StartScheduler,
+) -> None:
+    scheduler = await start(worker_grace_s=0.0)
+    loop = scheduler.leadership.loop
+    assert loop is not None
+    long: dict[str, Any] = {"prompt": (1,) * 100, "body_hash": b"a"}
+    async with gateway(scheduler.address) as client:
+        async with worker(scheduler.address, "large", max_length=200) as gpu:
+            await gpu.next("assignment")  # the core knows the worker
+            await client.submit("r1", idempotency_key="before it left", **long)
+            epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+            await gpu.run_round("r1", epoch, 0, [10], end=STOP)
+            await client.read("r1-client")
+        async with worker(scheduler.address, "small", max_length=64):
+            await wait_until_async(lambda: loop.capacity_tokens() == 64, description="the large one has gone")
+            same = await client.submit("r2", submission_id=2, idempotency_key="before it left", **long)
+            new = await client.submit("r3", submission_id=3, idempotency_key="after it left", **long)
+
+        assert (same.accepted.request_id, (await client.read("r2-client"))[0]) == ("r1", [10])
+        assert new.refused.reason == Refused.REASON_INVALID
+        assert new.refused.field == "specification.prompt_ids"
+
+
 async def test_with_each_heartbeat_gateways_learn_the_room_for_a_new_request(start: StartScheduler) -> None:
     scheduler = await start(max_context_tokens=100)
     await scheduler.wait_leading()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +44,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store import scripts
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fenced, StoreUnavailable
-from scheduler_svc.store.records import Limits, NewRequest, Shown, SubmitResult
+from scheduler_svc.store.records import Limits, NewRequest, SubmitResult
 from scheduler_svc.store.scripts import MAX_PROMPTS, Call
 from scheduler_svc.store.store import Store
 from tests.services.scheduler.peers import all_deliveries, worker_hello
@@ -258,9 +258,9 @@ async def test_submissions_that_are_half_written_when_the_lead_is_confirmed_are_
     """The lease runs out between two calls of one exchange, and the server is started again before the confirmation."""
     submit = leader.store.submit
 
-    async def half(new: Sequence[NewRequest], shown: Mapping[str, Shown]) -> list[SubmitResult]:
+    async def half(new: Sequence[NewRequest], *others: Any) -> list[SubmitResult]:
         monkeypatch.undo()
-        await submit(new[:1], shown)
+        await submit(new[:1], *others)
         leader.store.distrust()
         raise Fenced("the lease has run out")
 
