@@ -40,6 +40,8 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     code = _code_of(error)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the server did not answer in time ({sentence}). Its log shows what it waits for."
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{sentence}. --api-key or LAPS_SD_API_KEY gives the key to this command."
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return (
             f"the server at the address does not serve this call ({sentence}). A gateway (--url, usually port "

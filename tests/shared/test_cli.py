@@ -664,6 +664,21 @@ def test_a_certificate_that_does_not_fit_says_which_flag_is_missing(tmp_path):
     assert {done.returncode for done in (without_tls, unnamed, uncertified)} == {1}
 
 
+def test_a_key_that_is_missing_or_unknown_names_the_flag_and_the_variable(make_stack, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(laps_sd("key", "acme").stderr)
+    stack = make_stack(workers=0, environment={"LAPS_SD_API_KEYS_FILE": str(keys)})
+    at = ("--url", stack.gateway_address)
+
+    for done in (
+        laps_sd("generate", "Once", *at),
+        laps_sd("explain", "s0.x", *at, LAPS_SD_API_KEY="laps-sd-unknown"),
+    ):
+        assert done.returncode == 1
+        assert done.stderr.startswith("laps-sd: UNAUTHENTICATED: ")
+        assert done.stderr.endswith(". --api-key or LAPS_SD_API_KEY gives the key to this command.\n")
+
+
 @pytest.mark.parametrize("asked", [("generate", "Once"), ("chat",)])
 def test_a_deadline_that_passed_names_its_flag_and_the_one_that_keeps_the_text(fake_stack, asked):
     done = laps_sd(
