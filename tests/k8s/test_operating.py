@@ -406,6 +406,8 @@ def test_a_port_that_is_taken_is_a_sentence(
 
 
 def test_the_alert_of_a_silent_watch_is_the_limit_of_its_health() -> None:
-    rules = (Path(operator_module.__file__).parents[2] / "chart" / "rules" / "laps-sd.yaml").read_text()
+    rules = (
+        Path(operator_module.__file__).parents[2] / "chart" / "rules" / "laps-sd-operator.yaml"
+    ).read_text()
 
     assert f'laps_sd_operator_watch_age_seconds{{namespace="NAMESPACE"}}) > {HEALTHY_S:.0f}' in rules
