@@ -55,6 +55,15 @@ def without_chance(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def test_only_a_password_of_the_chart_differs_between_two_renderings(helm3: Any) -> None:
+    """A tool that renders again and again, such as Argo CD, sees a change only where the values have changed."""
+    given = {"redis": {"bundled": {"existingSecret": "ours"}}, "operator": {"enabled": True}}
+
+    assert helm3.render(given, CRDS) == helm3.render(given, CRDS)
+    assert helm3.render({}, CRDS) != helm3.render({}, CRDS)
+    assert without_chance(helm3.render({}, CRDS)) == without_chance(helm3.render({}, CRDS))
+
+
 @pytest.fixture(scope="module")
 def distinct(rendered: Any) -> list[dict[str, Any]]:
     everything = (found for some in rendered.values() for found in some)
