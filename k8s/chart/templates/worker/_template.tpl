@@ -26,6 +26,9 @@ spec:
   {{- with $values.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
+  {{- with $values.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
   {{- include "laps-sd.placement" $self | nindent 2 }}
   {{- if or $pool.target.repo $pool.draft.repo $values.initContainers }}
   initContainers:
