@@ -35,6 +35,7 @@ def main(out: Path) -> None:
     for name, text in reference_pages().items():
         write(pages / "protos" / f"{name}.md", text)
     shutil.copy(ROOT / "docs/site/site.css", pages)
+    shutil.copy(ROOT / "docs/site/hooks.py", out)
     decisions = sorted((pages / "docs/decisions").glob("[0-9]*.md"))
     entries = "".join(f"      - {path.relative_to(pages)}\n" for path in decisions)
     write(out / "mkdocs.yml", (ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8") + entries)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site import api_reference, stage
+from docs.site import api_reference, hooks, stage
 from laps_sd.v1 import admin_pb2, gateway_link_pb2, inference_pb2, worker_link_pb2
 
 CONTRACTS = {
@@ -101,3 +101,20 @@ def test_every_code_block_begins_as_mkdocs_reads_it(site: Path) -> None:
 
     assert len(fences) > 200
     assert [one for one in fences if not re.fullmatch(r" *```\w*", one[1])] == []
+
+
+def test_long_words_of_a_table_can_break_and_nothing_else_changes() -> None:
+    row = '<tr>\n<td><code>LAPS_SD_SHARDS_FILE</code></td>\n<td><a href="settings.md#a_long_name">a_long_name_of_a_page</a> x_y</td>\n</tr>'
+    long = f"<tr><td><code>workers.{'a' * 40}</code></td></tr>"
+    text = "<p><code>LAPS_SD_SCHEDULER_SEEDS_FILE</code></p><pre><code>a_long_name_of_a_page</code></pre>"
+
+    broken = hooks.on_page_content(row + long + text)
+
+    assert broken.replace("<wbr>", "") == row + long + text
+    assert broken.startswith("<tr>\n<td><code>LAPS_SD_SHARDS_FILE</code></td>")
+    assert (
+        '<a href="settings.md#a_long_name">a_<wbr>long_<wbr>name_<wbr>of_<wbr>a_<wbr>page</a> x_y</td>'
+        in broken
+    )
+    assert "<code>workers.<wbr>aaa" in broken
+    assert broken.endswith(text)
