@@ -18,7 +18,7 @@ metadata:
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "laps-sd.name" (dict "root" $root "pool" nil "component" "worker") }}
+  serviceAccountName: {{ $values.serviceAccountName | default (include "laps-sd.name" (dict "root" $root "pool" nil "component" "worker")) }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- include "laps-sd.podSecurity" $root | nindent 2 }}
