@@ -48,7 +48,7 @@ async def serve(settings: SchedulerSettings) -> None:
         settings,
         limits=Limits(
             max_requests=settings.max_requests,
-            max_tokens=settings.max_queued_tokens,
+            max_prompt_tokens=settings.max_queued_tokens,
             max_requests_per_tenant=settings.max_requests_per_tenant,
         ),
         finished_ttl_s=settings.finished_ttl_s,

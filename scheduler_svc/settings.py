@@ -111,7 +111,7 @@ class SchedulerSettings(RecordSettings, ServingSettings):
     max_requests: int = field(100_000, help="Largest number of unfinished requests in the shard.", minimum=1)
     max_queued_tokens: int = field(
         200_000_000,
-        help="Largest number of prompt and output tokens that all unfinished requests may need together.",
+        help="Largest number of prompt tokens of all unfinished requests together; outputs do not count.",
         minimum=1,
     )
     max_requests_per_tenant: int = field(

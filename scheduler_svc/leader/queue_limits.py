@@ -15,8 +15,6 @@ MOST_TENANT_RETRIES = 1024
 """Number of tenants at their limit whose refused requests are remembered, to spread their retries."""
 RETRY_STORE_MS = 1000
 """Milliseconds after which what the record did not answer to is tried again, by gateways and here."""
-LEAST_REQUEST_TOKENS = 2
-"""Tokens of the smallest request: one of its prompt, one of its output."""
 
 
 class QueueLimits:
@@ -61,7 +59,7 @@ class QueueLimits:
             return replies.refused(Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
         if (
             len(self._working_copy.live) >= self._settings.max_requests
-            or self._working_copy.reserved_tokens + LEAST_REQUEST_TOKENS > self._settings.max_queued_tokens
+            or self._working_copy.prompt_tokens >= self._settings.max_queued_tokens
         ):
             return self._queue_full(self._each_s())
         return None

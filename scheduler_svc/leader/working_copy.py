@@ -40,10 +40,8 @@ class WorkingCopy:
 
     def __init__(self, roster: Roster, timers: Timers, traces: RequestTraces) -> None:
         self.live: dict[str, Live] = {}
-        self.reserved_tokens = 0
-        """Prompt and output tokens that these may need in all, as the record counts them against its
-        limit.
-        """
+        self.prompt_tokens = 0
+        """Prompt tokens of these in all, as the record counts them against its limit."""
         self.newest_sequence = 0
         """Largest sequence number of all requests that the record has ever accepted, as far as this leader
         knows.
@@ -66,7 +64,7 @@ class WorkingCopy:
     def adopt(self, live: Live) -> None:
         """Lead this request from now on."""
         self.live[live.request_id] = live
-        self.reserved_tokens += live.facts.prompt_tokens + live.facts.max_tokens
+        self.prompt_tokens += live.facts.prompt_tokens
         live.trace = self._traces.begin(live.request_id, live.request.traceparent)
         if live.trace is not None:
             # The request may have been leased under an earlier leader; the record does not hold the time of
@@ -126,7 +124,7 @@ class WorkingCopy:
                 now_s=now_s,
             )
         del self.live[live.request_id]
-        self.reserved_tokens -= live.facts.prompt_tokens + live.facts.max_tokens
+        self.prompt_tokens -= live.facts.prompt_tokens
         live.mark_dirty()
         self.forget_old_ends(now_s)
         self.recent_ends.append(

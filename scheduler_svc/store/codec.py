@@ -90,11 +90,6 @@ def _story(encoded: bytes | None) -> tuple[StoryLine, ...]:
     )
 
 
-def reserved_tokens(request: NewRequest) -> int:
-    """Return the number of tokens by which the request counts for `Limits.max_tokens`."""
-    return len(request.prompt_ids) + request.max_tokens
-
-
 def submission_fields(request: NewRequest) -> list[Argument]:
     """Return field, value, … of everything that the client chooses, without the payload."""
     return [*_fixed_fields(request), *itertools.chain(*_optional_fields(request))]

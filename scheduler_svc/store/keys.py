@@ -90,16 +90,16 @@ class Keys:
         return self.prefix + "log"
 
     def before_the_log(self) -> list[str]:
-        """Return the keys of schema version 1 that this one does not have: the queue by level."""
-        return [f"{self.prefix}level:{level}" for level in range(32)]
+        """Return the keys of schema version 1 that this one does not have: the queue by level, and a counter."""
+        return [*(f"{self.prefix}level:{level}" for level in range(32)), self.prefix + "reserved"]
 
     def tenants(self) -> str:
         """hash: tenant → its unfinished requests · gone when empty."""
         return self.prefix + "tenants"
 
-    def reserved(self) -> str:
-        """string, counter: prompt tokens and max_tokens of all unfinished requests · gone at 0."""
-        return self.prefix + "reserved"
+    def prompt_tokens(self) -> str:
+        """string, counter: prompt tokens of all unfinished requests · gone at 0."""
+        return self.prefix + "prompt_tokens"
 
     # one request
 

@@ -48,9 +48,9 @@ class Limits:
 
     max_requests: int | None = None
     """Unfinished requests in the shard. None: no limit."""
-    max_tokens: int | None = None
-    """Sum over the unfinished requests of prompt tokens and `max_tokens`. A single request larger than this
-    limit never fits.
+    max_prompt_tokens: int | None = None
+    """Prompt tokens of all unfinished requests. A single request larger than this limit never fits. Outputs are not counted:
+    they take no room before they are computed.
     """
     max_requests_per_tenant: int | None = None
     """Unfinished requests of one tenant."""

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from scheduler_svc.store import scripts
 from scheduler_svc.store.claims import Claims
 from scheduler_svc.store.clock import RecordClock
-from scheduler_svc.store.codec import Argument, new_fields, pack_ids, reserved_tokens
+from scheduler_svc.store.codec import Argument, new_fields, pack_ids
 from scheduler_svc.store.errors import RecordBehind, StoreUnavailable
 from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.leadership import LeadershipLease
@@ -96,7 +96,7 @@ class Store:
             self.keys.leader(),
             self.keys.unfinished(),
             self.keys.tenants(),
-            self.keys.reserved(),
+            self.keys.prompt_tokens(),
         ]
         self.tails = Tails()
         """Unfinished requests as this leader knows them."""
@@ -275,7 +275,7 @@ class Store:
             self._submit_entry(
                 request,
                 shown.get(request.request_id, _NOT_SHOWN),
-                -1 if request.request_id in only_known else reserved_tokens(request),
+                -1 if request.request_id in only_known else len(request.prompt_ids),
             )
             for request in requests
         ]
@@ -380,7 +380,7 @@ class Store:
         arguments: list[Argument] = [
             self.leadership,
             _limit(self._limits.max_requests),
-            _limit(self._limits.max_tokens),
+            _limit(self._limits.max_prompt_tokens),
             _limit(self._limits.max_requests_per_tenant),
             _SHARD_TTL_MS,
         ]
@@ -397,9 +397,9 @@ class Store:
         return calls
 
     def _submit_entry(
-        self, request: NewRequest, shown: Shown, tokens: int
+        self, request: NewRequest, shown: Shown, prompt_tokens: int
     ) -> tuple[list[str], list[Argument]]:
-        """Return the keys and arguments of one entry; `tokens`: see `submit.lua`. Raises ValueError."""
+        """Return the keys and arguments of one entry; `prompt_tokens`: see `submit.lua`. Raises ValueError."""
         request_id = request.request_id
         if not request_id or request_id.split() != [request_id]:
             raise ValueError(f"request id {request_id!r}: it must not be empty nor hold white space")
@@ -414,7 +414,7 @@ class Store:
             request_id,
             request.tenant,
             request.body_hash,
-            tokens,
+            prompt_tokens,
             pack_ids(request.prompt_ids),
             request.submission,
             request.length_features,

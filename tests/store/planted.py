@@ -168,13 +168,16 @@ MISTAKES = (
         "    answers[#answers + 1] = #answers < 1 and commit(k, a) or OK\n",
     ),
     Mistake(
-        "an end leaves its reservation", "lua/_common.lua", "    leave_queue(id, tenant, reserved)\n", ""
+        "an end leaves its request in the queue",
+        "lua/_common.lua",
+        "    leave_queue(id, tenant, prompt_tokens)\n",
+        "",
     ),
     Mistake(
         "arrivals of a call do not see each other",
         "lua/submit.lua",
-        "requests, reserved, added, of_tenant[tenant] = requests + 1, reserved + tokens, added + tokens, of_tenant[tenant] + 1",
-        "added = added + tokens",
+        "    requests, of_tenant[tenant] = requests + 1, of_tenant[tenant] + 1\n    queued, added = queued + prompt_tokens, added",
+        "    added = added",
     ),
     Mistake(
         "only the first arrival of a call joins the queue",

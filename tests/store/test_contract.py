@@ -190,21 +190,24 @@ class TestSubmit:
         assert await store.read("r2") is None
 
     async def test_an_end_makes_room(self, open_store: OpenStore) -> None:
-        store = open_store(limits=Limits(max_requests=1, max_tokens=13, max_requests_per_tenant=1))
+        store = open_store(limits=Limits(max_requests=1, max_prompt_tokens=3, max_requests_per_tenant=1))
         await store.acquire_leadership(owner="leader:1", lease_s=60)
         await accept(store, a_request("r1"))
         await One(store).finish(a_finish("r1"))
 
         await accept(store, a_request("r2"))
 
-    async def test_tokens_are_reserved_for_prompt_and_output(self, open_store: OpenStore) -> None:
-        store = open_store(limits=Limits(max_tokens=25))
+    async def test_tokens_of_prompts_are_counted_and_those_of_outputs_are_not(
+        self, open_store: OpenStore
+    ) -> None:
+        """Most clients give no max_tokens, which then is all that the context leaves."""
+        store = open_store(limits=Limits(max_prompt_tokens=5))
         await store.acquire_leadership(owner="leader:1", lease_s=60)
         results = await store.submit(
             [
-                a_request("r1", prompt_ids=(1, 2, 3), max_tokens=10),
-                a_request("r2", prompt_ids=(1, 2, 3), max_tokens=10),
-                a_request("r3", prompt_ids=(1, 2), max_tokens=10),
+                a_request("r1", prompt_ids=(1, 2, 3), max_tokens=32_768),
+                a_request("r2", prompt_ids=(1, 2, 3), max_tokens=1),
+                a_request("r3", prompt_ids=(1, 2), max_tokens=32_768),
             ]
         )
 
@@ -249,10 +252,10 @@ class TestSubmit:
 
         found = await client.hgetall(store.keys.tenants())
         assert found == {b"acme": b"1", b"t0": b"23", b"t1": b"24", b"t2": b"23"}
-        assert await client.get(store.keys.reserved()) == str(71 * 13).encode()
+        assert await client.get(store.keys.prompt_tokens()) == str(71 * 3).encode()
         assert [request.sequence for request in await unfinished(store)] == list(range(1, 72))
         await end_everything(store)
-        assert await client.exists(store.keys.tenants(), store.keys.reserved()) == 0
+        assert await client.exists(store.keys.tenants(), store.keys.prompt_tokens()) == 0
 
     async def test_concurrent_submits_cannot_exceed_a_limit_together(self, open_store: OpenStore) -> None:
         store = open_store(limits=Limits(max_requests=10))
@@ -871,7 +874,7 @@ class TestQueue:
         }
         assert expected.items() <= shown.items()
         assert await client.hgetall(store.keys.tenants()) == {b"acme": b"1"}
-        assert await client.get(store.keys.reserved()) == b"1010"
+        assert await client.get(store.keys.prompt_tokens()) == b"1000"
         await One(store).release(Release("r1", 1))
         assert await client.hget(store.keys.request("r1"), "state") == b"queued"
         await One(store).finish(a_finish())
@@ -880,7 +883,7 @@ class TestQueue:
     async def test_an_empty_queue_leaves_no_key(self, store: Store, client: redis_client.Redis) -> None:
         await accept(store, a_request("r1"), a_request("r2", tenant="other", max_tokens=99))
         await end_everything(store)
-        queue = [store.keys.unfinished(), store.keys.tenants(), store.keys.reserved()]
+        queue = [store.keys.unfinished(), store.keys.tenants(), store.keys.prompt_tokens()]
 
         assert await client.exists(*queue) == 0
 
@@ -1369,7 +1372,7 @@ class TestRecovery:
         await client.zrem(store.keys.unfinished(), "r1")
         await client.delete(store.keys.payload("r1"))
         await end_everything(store)
-        await client.delete(store.keys.tenants(), store.keys.reserved())
+        await client.delete(store.keys.tenants(), store.keys.prompt_tokens())
 
     async def test_an_index_of_deleted_requests_only_is_an_empty_queue(
         self, store: Store, client: redis_client.Redis
@@ -1429,11 +1432,11 @@ class TestRestore:
     async def test_an_emptied_record_is_written_back(
         self, open_store: OpenStore, client: redis_client.Redis
     ) -> None:
-        store = open_store(limits=Limits(max_requests=2, max_requests_per_tenant=2, max_tokens=1))
+        store = open_store(limits=Limits(max_requests=2, max_requests_per_tenant=2, max_prompt_tokens=1))
         store._limits = Limits()  # what was accepted under other limits is still written back
         await store.acquire_leadership(owner="leader:1", lease_s=60)
         working_copy = await self.write_some(store)
-        same = [store.keys.tenants(), store.keys.reserved()]
+        same = [store.keys.tenants(), store.keys.prompt_tokens()]
         same += [store.keys.payload(f"r{n}") for n in range(3)]
         before = [await client.dump(key) for key in same]
         await client.delete(*await keys_of(client, store.keys.prefix))
@@ -1612,7 +1615,7 @@ class TestBatch:
 
         assert {OK} == set(await One(store).many("finish", finishes))
         assert await client.hgetall(store.keys.tenants()) == {b"t1": b"10", b"t2": b"10"}
-        assert await client.get(store.keys.reserved()) == b"260"
+        assert await client.get(store.keys.prompt_tokens()) == b"60"
 
 
 async def test_commits_of_one_batch_see_each_other(store: Store) -> None:

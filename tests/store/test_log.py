@@ -605,7 +605,7 @@ class TestLoss:
 
         assert await One(store).commit(a_commit(position=3)) is GONE
         assert await One(store).restore(copy) is OK
-        await client.set(store.keys.reserved(), 13)  # counted twice by the hand that deleted it
+        await client.set(store.keys.prompt_tokens(), 3)  # counted twice by the hand that deleted it
         await client.hset(store.keys.tenants(), "acme", "1")
         assert await One(store).commit(a_commit(position=3)) is OK
 

@@ -817,8 +817,8 @@ class Protocol(RuleBasedStateMachine):
         assert sorted(id_.decode() for id_ in queue) == sorted(stored.request_id for stored in on_record)
         tenants = self.run(self.client.hget(keys.tenants(), "acme"))
         assert int(tenants or 0) == len(on_record)
-        reserved = sum(len(stored.prompt_ids) + stored.max_tokens for stored in on_record)
-        assert int(self.run(self.client.get(keys.reserved())) or 0) == reserved
+        prompt_tokens = sum(len(stored.prompt_ids) for stored in on_record)
+        assert int(self.run(self.client.get(keys.prompt_tokens())) or 0) == prompt_tokens
 
     def leaders_have_unfolded_rows_in_order(self) -> None:
         """The entry of the first one is where an append cuts the log."""

@@ -23,14 +23,14 @@ local function is_newer_leader(leader, leadership, number)
 end
 
 -- KEYS that every script about the queue begins with:
---   [1] leader   [2] unfinished   [3] tenants   [4] reserved
-local UNFINISHED, TENANTS, RESERVED, AFTER_QUEUE = 2, 3, 4, 5
+--   [1] leader   [2] unfinished   [3] tenants   [4] prompt_tokens
+local UNFINISHED, TENANTS, PROMPT_TOKENS, AFTER_QUEUE = 2, 3, 4, 5
 
--- Takes a request of this tenant out of the queue and gives back the tokens that it has reserved.
-local function leave_queue(id, tenant, reserved)
+-- Takes a request of this tenant, with so many tokens of prompt, out of the queue.
+local function leave_queue(id, tenant, prompt_tokens)
     redis.call('ZREM', KEYS[UNFINISHED], id)
     if redis.call('HINCRBY', KEYS[TENANTS], tenant, -1) <= 0 then redis.call('HDEL', KEYS[TENANTS], tenant) end
-    if redis.call('DECRBY', KEYS[RESERVED], reserved) <= 0 then redis.call('DEL', KEYS[RESERVED]) end
+    if redis.call('DECRBY', KEYS[PROMPT_TOKENS], prompt_tokens) <= 0 then redis.call('DEL', KEYS[PROMPT_TOKENS]) end
 end
 
 -- Whether the entry of the idempotency key is this request's. A newer request may have the key by then.
@@ -38,18 +38,18 @@ local function has_key(id, request, idempotency)
     return idempotency ~= request and string.match(redis.call('GET', idempotency) or '', '^%d+ (%S+) ') == id
 end
 
--- Ends the request for good: out of the queue, its reservations given back, its last tokens appended, its keys expiring.
+-- Ends the request for good: out of the queue, its last tokens appended, its keys expiring.
 --   k         index of its keys: request, tokens, payload, idempotency
---   tenant, reserved   as the record has them
+--   tenant, prompt_tokens   as the record has them
 --   fresh     tokens that its own keys lack
 --   ending    reason, cut_characters, detail, story
 --   progress  field, value, … of its standing
 -- A deadline is the caller's, and not part of what an idempotency key stands for: a request that one ended lets
 -- its key go, so that a retry with more time runs. A newer request may have the key by then; it keeps it.
 -- The first write frees memory: a server that refuses growth still lets a request end.
-local function end_request(id, k, tenant, reserved, fresh, ending, progress, now_ms, ttl_ms)
+local function end_request(id, k, tenant, prompt_tokens, fresh, ending, progress, now_ms, ttl_ms)
     local request, tokens, payload, idempotency = KEYS[k], KEYS[k + 1], KEYS[k + 2], KEYS[k + 3]
-    leave_queue(id, tenant, reserved)
+    leave_queue(id, tenant, prompt_tokens)
     if fresh ~= '' then redis.call('APPEND', tokens, fresh) end
     redis.call('HSET', request, 'state', 'ended', 'worker', '', 'end', ending.reason,
         'cut_characters', ending.cut_characters, 'detail', ending.detail, 'ended_unix_ms', now_ms, unpack(progress))

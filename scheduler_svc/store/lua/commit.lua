@@ -22,7 +22,7 @@ local function commit(k, a)
     local id, lease_epoch, position, count, tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
     local rounds, attained_s, level, score, reason = ARGV[a + 5], ARGV[a + 9], ARGV[a + 11], ARGV[a + 12], ARGV[a + 13]
     local was = redis.call('HMGET', request, 'state', 'lease_epoch', 'committed', 'rounds', 'attained_s', 'end', 'tenant',
-        'prompt_tokens', 'max_tokens')
+        'prompt_tokens')
     local state, record_epoch, committed = was[1], was[2], tonumber(was[3])
     if not state then return GONE end
 
@@ -54,7 +54,7 @@ local function commit(k, a)
     end
     local fresh = known > 0 and string.sub(tokens, known * 4 + 1) or tokens
     if reason ~= '' then
-        end_request(id, k, was[7], was[8] + was[9], fresh, {
+        end_request(id, k, was[7], was[8], fresh, {
             reason = reason, cut_characters = ARGV[a + 14], detail = ARGV[a + 15], story = ARGV[a + 16],
         }, progress, now_ms, ttl_ms)
     else

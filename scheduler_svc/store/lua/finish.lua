@@ -15,7 +15,7 @@ if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 local answers, k = {}, AFTER_QUEUE
 for a = 4, #ARGV, 15 do
     local request, reason, position = KEYS[k], ARGV[a + 1], tonumber(ARGV[a + 12])
-    local was = redis.call('HMGET', request, 'state', 'end', 'committed', 'tenant', 'prompt_tokens', 'max_tokens')
+    local was = redis.call('HMGET', request, 'state', 'end', 'committed', 'tenant', 'prompt_tokens')
     local answer = GONE
     if was[1] == 'ended' then
         if was[2] == reason then answer = ALREADY end
@@ -24,7 +24,7 @@ for a = 4, #ARGV, 15 do
     elseif was[1] then
         local committed, reached, fresh = tonumber(was[3]), position + ARGV[a + 13], ''
         if committed < reached then fresh = string.sub(ARGV[a + 14], (committed - position) * 4 + 1) end
-        end_request(ARGV[a], k, was[4], was[5] + was[6], fresh, {
+        end_request(ARGV[a], k, was[4], was[5], fresh, {
             reason = reason, cut_characters = '0', detail = ARGV[a + 2], story = ARGV[a + 3],
         }, {'committed', string.format('%d', math.max(committed, reached)), 'rounds', ARGV[a + 4], 'drafts', ARGV[a + 5],
             'drafted', ARGV[a + 6], 'accepted', ARGV[a + 7], 'attained_s', ARGV[a + 8], 'preemptions', ARGV[a + 9],

@@ -9,7 +9,7 @@
 --     payload      hash
 --     idempotency  string; the request's key again when there is none
 --   ARGV    leadership, shard_ttl_ms, then per entry
---     id, tenant, body_hash, sequence, tokens (prompt tokens and max_tokens), lease_epoch, committed ids,
+--     id, tenant, body_hash, sequence, prompt_tokens, lease_epoch, committed ids,
 --     prompt, submission, length_features (empty: none), prompt_blocks (empty: none), prompt_logprobs (empty: none), n, then n strings:
 --     field, value, … of the request hash
 --   returns per entry OK, ALREADY (the record holds exactly this much), STALE (it holds more, or other tokens)
@@ -19,7 +19,7 @@ if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 
 local function restore(k, a)
     local request, tokens_key, payload, idempotency = KEYS[k], KEYS[k + 1], KEYS[k + 2], KEYS[k + 3]
-    local id, tenant, body_hash, sequence, reserved = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
+    local id, tenant, body_hash, sequence, prompt_tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
     local lease_epoch, committed = ARGV[a + 5], ARGV[a + 6]
     local was = redis.call('HMGET', request, 'state', 'lease_epoch')
     if was[1] == 'ended' then return GONE end
@@ -31,7 +31,7 @@ local function restore(k, a)
     else
         redis.call('ZADD', KEYS[UNFINISHED], sequence, id)
         redis.call('HINCRBY', KEYS[TENANTS], tenant, 1)
-        redis.call('INCRBY', KEYS[RESERVED], reserved)
+        redis.call('INCRBY', KEYS[PROMPT_TOKENS], prompt_tokens)
         redis.call('HSET', payload, 'prompt', ARGV[a + 7], 'submission', ARGV[a + 8])
         if ARGV[a + 9] ~= '' then redis.call('HSET', payload, 'length_features', ARGV[a + 9]) end
         if ARGV[a + 10] ~= '' then redis.call('HSET', payload, 'prompt_blocks', ARGV[a + 10]) end

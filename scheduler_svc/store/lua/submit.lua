@@ -7,21 +7,21 @@
 --     payload      hash    created here
 --     tokens       string  created here if tokens were shown
 --     idempotency  string  "sequence request-id body-hash"; the request's key again when the client gave none
---   ARGV    leadership, max_requests, max_tokens, max_requests_per_tenant (-1: no limit), shard_ttl_ms, then per entry
---     id, tenant, body_hash, tokens (prompt tokens and max_tokens; -1: it joins only if it is known), prompt, submission, length_features (empty: none),
+--   ARGV    leadership, max_requests, max_prompt_tokens, max_requests_per_tenant (-1: no limit), shard_ttl_ms, then per entry
+--     id, tenant, body_hash, prompt_tokens (-1: it joins only if it is known), prompt, submission, length_features (empty: none),
 --     prompt_blocks (empty: none), shown, n, then n strings: field, value, … of the request hash
 --   returns per entry {'accepted' | 'attached' | 'conflict', request id, sequence} | {'queue_full' | 'tenant_full' | 'unknown', id, 0};
 --           or {'fenced'}; 'accepted' also when this very request is on the record already: a retry.
-local leadership, max_requests, max_tokens, max_per_tenant = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local leadership, max_requests, max_prompt_tokens, max_per_tenant = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 if redis.call('GET', KEYS[1]) ~= leadership then return {'fenced'} end
 
 local requests = redis.call('ZCARD', KEYS[UNFINISHED])
-local reserved = tonumber(redis.call('GET', KEYS[RESERVED]) or 0)
+local queued = tonumber(redis.call('GET', KEYS[PROMPT_TOKENS]) or 0)
 local joined, added, of_tenant, added_of = {}, 0, {}, {}  -- what the queue gets at the end
 
 local function submit(k, a)
     local request, payload, idempotency = KEYS[k], KEYS[k + 1], KEYS[k + 3]
-    local id, tenant, body_hash, tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], tonumber(ARGV[a + 3])
+    local id, tenant, body_hash, prompt_tokens = ARGV[a], ARGV[a + 1], ARGV[a + 2], tonumber(ARGV[a + 3])
     local known = redis.call('HMGET', request, 'body_hash', 'sequence')
     if known[1] then return {known[1] == body_hash and 'accepted' or 'conflict', id, tonumber(known[2])} end
 
@@ -31,9 +31,9 @@ local function submit(k, a)
         return {hash == body_hash and 'attached' or 'conflict', other, tonumber(sequence)}
     end
 
-    if tokens < 0 then return {'unknown', id, 0} end
+    if prompt_tokens < 0 then return {'unknown', id, 0} end
     if max_requests >= 0 and requests >= max_requests then return {'queue_full', id, 0} end
-    if max_tokens >= 0 and reserved + tokens > max_tokens then return {'queue_full', id, 0} end
+    if max_prompt_tokens >= 0 and queued + prompt_tokens > max_prompt_tokens then return {'queue_full', id, 0} end
     of_tenant[tenant] = of_tenant[tenant] or tonumber(redis.call('HGET', KEYS[TENANTS], tenant) or 0)
     if max_per_tenant >= 0 and of_tenant[tenant] >= max_per_tenant then return {'tenant_full', id, 0} end
 
@@ -50,7 +50,8 @@ local function submit(k, a)
     redis.call('HSET', payload, unpack(fields))
     if ARGV[a + 8] ~= '' then redis.call('SET', KEYS[k + 2], ARGV[a + 8]) end
     if idempotency ~= request then redis.call('SET', idempotency, sequence .. ' ' .. id .. ' ' .. body_hash) end
-    requests, reserved, added, of_tenant[tenant] = requests + 1, reserved + tokens, added + tokens, of_tenant[tenant] + 1
+    requests, of_tenant[tenant] = requests + 1, of_tenant[tenant] + 1
+    queued, added = queued + prompt_tokens, added + prompt_tokens
     added_of[tenant] = (added_of[tenant] or 0) + 1
     joined[#joined + 1] = sequence
     joined[#joined + 1] = id
@@ -64,7 +65,7 @@ while a <= #ARGV do
 end
 if #joined > 0 then
     redis.call('ZADD', KEYS[UNFINISHED], unpack(joined))
-    redis.call('INCRBY', KEYS[RESERVED], added)
+    redis.call('INCRBY', KEYS[PROMPT_TOKENS], added)
     for tenant, count in pairs(added_of) do redis.call('HINCRBY', KEYS[TENANTS], tenant, count) end
 end
 return answers

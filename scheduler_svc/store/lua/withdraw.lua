@@ -13,10 +13,10 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'fenced'} end
 local answers, k = {}, AFTER_QUEUE
 for a = 2, #ARGV, 2 do
     local id, request, idempotency = ARGV[a], KEYS[k], KEYS[k + 3]
-    local now, answer = redis.call('HMGET', request, 'state', 'sequence', 'tenant', 'prompt_tokens', 'max_tokens'), GONE
+    local now, answer = redis.call('HMGET', request, 'state', 'sequence', 'tenant', 'prompt_tokens'), GONE
     if now[1] and now[1] ~= 'ended' and now[2] == ARGV[a + 1] then
         if has_key(id, request, idempotency) then redis.call('DEL', idempotency) end
-        leave_queue(id, now[3], now[4] + now[5])
+        leave_queue(id, now[3], now[4])
         redis.call('DEL', request, KEYS[k + 1], KEYS[k + 2])
         answer = OK
     end

@@ -70,7 +70,7 @@ async def start_scheduler(
         shard,
         limits=Limits(
             max_requests=settings.max_requests,
-            max_tokens=settings.max_queued_tokens,
+            max_prompt_tokens=settings.max_queued_tokens,
             max_requests_per_tenant=settings.max_requests_per_tenant,
         ),
         finished_ttl_s=settings.finished_ttl_s,

@@ -125,7 +125,10 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
         )
         await gpu.next("assignment")
         before = [await scheduler.store.read(request_id) for request_id in ("r1", "r2")]
-        counters = await operator.hgetall("laps-sd:{s}:tenants"), await operator.get("laps-sd:{s}:reserved")
+        counters = (
+            await operator.hgetall("laps-sd:{s}:tenants"),
+            await operator.get("laps-sd:{s}:prompt_tokens"),
+        )
         claims = await claimed(operator)
 
         await lose_it(own_valkey, operator)
@@ -141,7 +144,7 @@ async def test_the_leader_writes_an_emptied_record_back_and_everybody_goes_on(
         assert r2 == before[1]
         assert counters == (
             await operator.hgetall("laps-sd:{s}:tenants"),
-            await operator.get("laps-sd:{s}:reserved"),
+            await operator.get("laps-sd:{s}:prompt_tokens"),
         )
         r0 = await scheduler.store.read("r0")
         assert r0 is not None
@@ -430,7 +433,7 @@ async def test_one_lost_request_is_written_back_when_the_record_is_found_without
         lease = (await gpu.assigned("r1"))["r1"].lease_epoch
         await gpu.run_round("r1", lease, 0, [10])
         await operator.delete(*[f"laps-sd:{{s}}:{kind}:r1" for kind in ("request", "tokens", "payload")])
-        await operator.delete("laps-sd:{s}:unfinished", "laps-sd:{s}:tenants", "laps-sd:{s}:reserved")
+        await operator.delete("laps-sd:{s}:unfinished", "laps-sd:{s}:tenants", "laps-sd:{s}:prompt_tokens")
 
         await gpu.send_reports(gpu.report("r1", lease, 1, [11]))
         again = (await gpu.assigned("r1"))["r1"]

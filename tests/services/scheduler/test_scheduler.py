@@ -1293,11 +1293,11 @@ async def test_how_wrong_an_estimate_was_is_told_once_on_the_metrics_endpoint(
     assert "round_32" not in errors
 
 
-@pytest.mark.parametrize("limits", [{"max_requests": 2}, {"max_queued_tokens": 22}])
+@pytest.mark.parametrize("limits", [{"max_requests": 2}, {"max_queued_tokens": 6}])
 async def test_with_each_heartbeat_gateways_learn_whether_a_new_request_would_be_accepted(
     start: StartScheduler, limits: dict[str, int]
 ) -> None:
-    """Each request needs 3 tokens of prompt and 8 of output. A new leader counts those that it finds."""
+    """Each prompt has 3 tokens. A new leader counts those that it finds."""
     scheduler = await start(**limits)
 
     def refuses() -> int | None:
