@@ -39,7 +39,7 @@ from gateway.api.console.routes import ConsoleRoutes
 from gateway.api.description import openapi_json
 from gateway.api.docs_page import POLICY, docs_page
 from gateway.api.http_calls import OpenCalls, stopping
-from gateway.api.http_connections import HEADERS_S, HttpConnections
+from gateway.api.http_connections import HttpConnections
 from gateway.api.http_cors import Cors
 from gateway.api.http_errors import (
     HTTP_LOGGER,
@@ -88,8 +88,6 @@ log = get_logger(__name__)
 
 TTL_HEADER = "x-llm-d-inference-ttl"
 KEY_HEADER = "Idempotency-Key"
-BACKLOG = 128
-"""Number of connections that the operating system holds until they are accepted; aiohttp's choice."""
 LAST_WORDS_S = 0.2
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -135,7 +133,6 @@ class HttpServer:
             routes, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
         )
         self._connections: HttpConnections | None = None
-        self._server: asyncio.Server | None = None
 
     @property
     def connections(self) -> int:
@@ -151,25 +148,15 @@ class HttpServer:
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
         self._connections = HttpConnections(self._runner.server, settings.max_http_connections)
-        tls = self._tls()
-        self._server = await asyncio.get_running_loop().create_server(
-            self._connections.connect,
-            sock=bound,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else HEADERS_S,
-            backlog=BACKLOG,
-        )
+        self._connections.listen(bound, self._tls())
         log.info(
             "listening for HTTP", host=settings.listen_host, port=self.port, tls=settings.tls is not None
         )
 
     async def stop_listening(self) -> None:
         """Accept no new connections, and end those without a call; calls in progress continue."""
-        if self._server is not None:
-            server, self._server = self._server, None
-            server.close()
-            assert self._connections is not None, "it was started"
-            self._connections.close_idle()
+        if self._connections is not None:
+            self._connections.stop_listening()
 
     async def close(self) -> None:
         """End all connections and calls. What has not ended is answered with an error."""

@@ -1556,24 +1556,42 @@ class TestConnections:
         status, _, _ = await answer
         assert status == 200
 
-    async def test_more_than_may_be_open_are_closed_at_once(self, serve: Any) -> None:
+    async def test_more_than_may_be_open_are_closed_at_once_while_all_have_a_call(self, serve: Any) -> None:
         served: Served = await serve(max_http_connections=2)
         port = served.running.gateway.http.port
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        held = [await Raw.open(served) for _ in range(2)]
+        answers = [asyncio.create_task(connection.ask(octets_of(TEXT))) for connection in held]
+        await served.scheduler.submitted(2)
 
         async with asyncio.timeout(30):
-            assert await ended_by_the_server(port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n") == b""
-        for _, writer in held:
-            writer.close()
+            assert await ended_by_the_server(port, LIVE) == b""
+        for number in (1, 2):
+            await served.finished(count=number)
+        assert await asyncio.gather(*answers) == [b"HTTP/1.1 200 OK"] * 2
 
-        async def served_again() -> bool:
-            try:
-                async with served.session.get(served.url + "/live") as response:
-                    return response.status == 200
-            except aiohttp.ClientError:
-                return False
+        new = await Raw.open(served)
+        assert await new.ask() == b"HTTP/1.1 200 OK"
+        for connection in (*held, new):
+            connection.writer.close()
 
-        await wait_until_async(served_again, description="there is room again")
+    async def test_those_without_a_request_make_room_for_new_ones_the_first_ones_first(
+        self, serve: Any
+    ) -> None:
+        """Connections that send nothing, or half a request, would keep out all others for as long as their headers
+        may take."""
+        served: Served = await serve(max_http_connections=3)
+        silent = []
+        for sent in (b"", b"GET /live HTTP/1.1\r\nX-A: ", b"") * 5:
+            silent.append(await Raw.open(served))
+            silent[-1].writer.write(sent)
+        client = await Raw.open(served)
+
+        assert await client.ask() == b"HTTP/1.1 200 OK"
+        for connection in silent[:-2]:
+            assert await connection.ended()
+        assert await silent[-1].ask() == b"HTTP/1.1 200 OK"
+        for connection in (*silent, client):
+            connection.writer.close()
 
     @pytest.mark.parametrize("sent", [b"G", b"GET /live HTTP/1.1\r\nX-A: "])
     async def test_one_whose_next_headers_do_not_come_is_ended(
@@ -1626,6 +1644,40 @@ class TestConnections:
         assert http is not None and http.connections == 1
         first.writer.close()
         await wait_until_async(lambda: http.connections == 0, description="no connection is counted")
+
+    async def test_one_in_its_tls_handshake_is_counted_and_makes_room_for_new_ones(
+        self, serve: Any, tmp_path: Path
+    ) -> None:
+        folder = write_certificates(tmp_path)
+        served: Served = await serve(
+            tls_cert=folder / "cert.pem", tls_key=folder / "key.pem", max_http_connections=3
+        )
+        http = served.running.gateway.http
+        assert http is not None
+        silent = [await Raw.open(served) for _ in range(3)]
+        await wait_until_async(lambda: http.connections == 3, description="all are counted")
+
+        client = await Raw.open(served, ssl.create_default_context(cafile=folder / "ca.pem"))
+        assert await client.ask() == b"HTTP/1.1 200 OK"
+        assert await silent[0].ended()
+        assert http.connections == 3
+        silent[1].writer.write(LIVE)  # plain text
+        assert b"HTTP" not in await silent[1].reader.read()
+        for connection in (*silent, client):
+            connection.writer.close()
+        await wait_until_async(lambda: http.connections == 0, description="no connection is counted")
+
+    async def test_one_whose_tls_handshake_does_not_end_is_ended(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(http_connections, "HEADERS_S", 0.2)
+        folder = write_certificates(tmp_path)
+        served: Served = await serve(tls_cert=folder / "cert.pem", tls_key=folder / "key.pem")
+        http = served.running.gateway.http
+        assert http is not None
+
+        assert await (await Raw.open(served)).ended()
+        assert http.connections == 0
 
     async def test_what_follows_an_upgrade_that_is_not_made_is_the_next_request(self, served: Served) -> None:
         connection = await Raw.open(served)
