@@ -1,4 +1,5 @@
-"""Bounds on the connections of the HTTP port: their number, and the time to the end of a request's headers.
+"""Bounds on the connections of the HTTP port: their number, the time to the end of a request's headers, and
+the time in which a client reads nothing.
 
 aiohttp has no such bounds: a client that sends one header a minute, or nothing at all, keeps a connection, and
 its file, for an hour or without limit. Connections are counted from their acceptance on, before the TLS
@@ -26,6 +27,9 @@ HEADERS_S = 10.0
 after an answer, to the end of the next request's headers. Our choice: aiohttp takes 64 KiB of headers at most.
 If no bytes come after an answer, aiohttp's own limit for idle connections holds (an hour, so that a proxy in
 front closes them first), or they are closed to make room for new connections."""
+STALLED_S = 120.0
+"""Longest time, in seconds, in which a client reads nothing of an answer that waits for it. Our choice: the usual
+limit of proxies is one minute."""
 ACCEPTED_TOGETHER = 128
 """Most connections that are accepted before other work of the loop goes on."""
 ACCEPT_AGAIN_S = 1.0
@@ -149,6 +153,8 @@ class _Connection(asyncio.Protocol):
         """Transport of the connection; None before the end of its TLS handshake."""
         self._protocol: asyncio.Protocol | None = None
         """Protocol that serves the connection; None if it was refused."""
+        self._stalled: asyncio.TimerHandle | None = None
+        """Timer of what the client has to read; None while little waits for it."""
 
     def begin(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Serve an accepted socket, after the TLS handshake if there is one."""
@@ -225,13 +231,32 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         if self._protocol is not None:
+            self._await_reading(None)
             self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
         if self._protocol is not None:
+            self._stop_stalled()
             self._protocol.resume_writing()
 
+    def _await_reading(self, before: int | None) -> None:
+        """End the connection if its client has read nothing since `before` bytes waited for it; else look again
+        later."""
+        assert self._transport is not None, "it is written to"
+        size = self._transport.get_write_buffer_size()
+        if before is not None and size >= before:
+            self._transport.abort()
+        else:
+            loop = asyncio.get_running_loop()
+            self._stalled = loop.call_later(STALLED_S, self._await_reading, size)
+
+    def _stop_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._stop_stalled()
         self._connections.closed(self)
         if self._protocol is not None:
             self._protocol.connection_lost(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -1644,6 +1645,25 @@ class TestConnections:
         assert http is not None and http.connections == 1
         first.writer.close()
         await wait_until_async(lambda: http.connections == 0, description="no connection is counted")
+
+    async def test_one_whose_client_reads_nothing_is_ended(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Answers that nobody reads would keep the connection for ever: it needs no key, only a path without one."""
+        monkeypatch.setattr(http_connections, "STALLED_S", 0.2)
+        served: Served = await serve()
+        http = served.running.gateway.http
+        assert http is not None
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listening.connect(("127.0.0.1", http.port))
+        listening.setblocking(False)
+        ask = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+        with contextlib.suppress(ConnectionError):
+            await asyncio.get_running_loop().sock_sendall(listening, ask * 300)
+        await wait_until_async(lambda: http.connections == 1, description="the connection is there")
+        await wait_until_async(lambda: http.connections == 0, description="the connection is ended")
+        listening.close()
 
     async def test_one_in_its_tls_handshake_is_counted_and_makes_room_for_new_ones(
         self, serve: Any, tmp_path: Path
