@@ -55,6 +55,7 @@ class GatewayApp:
             open_methods=(*OPEN_METHODS, *SERVER_METHODS),
             max_fields=settings.max_message_fields,
             max_sent_bytes=settings.max_answer_bytes,
+            max_connection_age_s=settings.max_connection_age_s,
         )
         self.shards = Shards(settings, model.vocabulary)
         self.calls = Calls(settings, model, self.shards, tenants, self.app.tracing)

@@ -71,6 +71,14 @@ class GatewaySettings(LinkSettings, ServingSettings):
         maximum=86400.0,
     )
 
+    max_connection_age_s: float = field(
+        300.0,
+        help="Age at which clients are asked to connect again, which may lead them to another gateway: over gRPC by "
+        "GOAWAY, over HTTP by Connection: close. Calls in progress are not cut. Shorter: new gateways get their part of"
+        " the calls sooner; each connection is older or younger by a tenth at most",
+        minimum=1.0,
+        maximum=1_000_000.0,
+    )
     max_message_bytes: int = field(
         4 * 1024 * 1024,
         help="Largest request of a client",

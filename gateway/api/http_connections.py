@@ -1,5 +1,5 @@
-"""Bounds on the connections of the HTTP port: their number, the time to the end of a request's headers, and
-the time in which a client reads nothing.
+"""Bounds on the connections of the HTTP port: their number, their age, the time to the end of a request's headers,
+and the time in which a client reads nothing.
 
 aiohttp has no such bounds: a client that sends one header a minute, or nothing at all, keeps a connection, and
 its file, for an hour or without limit. Connections are counted from their acceptance on, before the TLS
@@ -9,6 +9,7 @@ handshake, which asyncio's servers show to nobody.
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -34,16 +35,20 @@ ACCEPTED_TOGETHER = 128
 """Most connections that are accepted before other work of the loop goes on."""
 ACCEPT_AGAIN_S = 1.0
 """Pause after a failure to accept: mostly no file descriptor is left. asyncio's choice."""
+AGE_SPREAD = 0.1
+"""Part of the largest age by which that of a connection differs at most, so that clients that connected together
+do not connect again together. gRPC's choice."""
 
 
 class HttpConnections:
     """The open connections of one listening socket."""
 
-    def __init__(self, make_protocol: Callable[[], asyncio.Protocol], most: int) -> None:
-        """Set the factory of the protocol that serves one connection, and the limit: at most `most`
-        connections are open at a time."""
+    def __init__(self, make_protocol: Callable[[], asyncio.Protocol], most: int, max_age_s: float) -> None:
+        """Set the factory of the protocol that serves one connection, and the limits: at most `most`
+        connections are open at a time, and none is used for a new request when it is older than `max_age_s`."""
         self.make_protocol = make_protocol
         self._most = most
+        self._max_age_s = max_age_s
         self._open: set[_Connection] = set()
         self._waiting: dict[_Connection, None] = {}
         """Connections on which no request is being answered, by the time of their beginning, of their last answer,
@@ -88,6 +93,11 @@ class HttpConnections:
             if connection in self._open:
                 self._waiting[connection] = None
 
+    def is_old(self, transport: asyncio.Transport | None) -> bool:
+        """Return whether the client of this connection should use another one for its next request."""
+        connection = self._connection_of(transport)
+        return connection is not None and asyncio.get_running_loop().time() >= connection.old_at
+
     def is_waiting(self, connection: _Connection) -> bool:
         """Return whether no request is being answered on a connection."""
         return connection in self._waiting
@@ -125,7 +135,8 @@ class HttpConnections:
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            connection = _Connection(self)
+            age_s = self._max_age_s * random.uniform(1 - AGE_SPREAD, 1 + AGE_SPREAD)
+            connection = _Connection(self, asyncio.get_running_loop().time() + age_s)
             self._open.add(connection)
             self._waiting[connection] = None
             connection.begin(accepted, tls)
@@ -142,7 +153,9 @@ class HttpConnections:
 class _Connection(asyncio.Protocol):
     """A connection, which passes everything on to the protocol that serves it."""
 
-    def __init__(self, connections: HttpConnections) -> None:
+    def __init__(self, connections: HttpConnections, old_at: float) -> None:
+        self.old_at = old_at
+        """Time of the loop from which on the connection is used for no new request."""
         self.deadline: asyncio.TimerHandle | None = None
         """Timer of the headers; None while none are awaited."""
         self._connections = connections

@@ -127,6 +127,7 @@ class HttpServer:
         if calls.settings.console:
             ConsoleRoutes(calls, tenants, shards, app.stopping).add_to(routes.router)
         routes.on_response_prepare.append(self._cors.grant)
+        routes.on_response_prepare.append(self._end_old_connection)
         self.routes = routes.router
         """The handler of each path."""
         self._runner = web.AppRunner(
@@ -147,7 +148,9 @@ class HttpServer:
         self.port = int(bound.getsockname()[1])
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
-        self._connections = HttpConnections(self._runner.server, settings.max_http_connections)
+        self._connections = HttpConnections(
+            self._runner.server, settings.max_http_connections, settings.max_connection_age_s
+        )
         self._connections.listen(bound, self._tls())
         log.info(
             "listening for HTTP", host=settings.listen_host, port=self.port, tls=settings.tls is not None
@@ -188,6 +191,13 @@ class HttpServer:
             for name, value in id_headers(request, f"req-{secrets.token_hex(12)}").items():
                 response.headers.setdefault(name, value)
         return response
+
+    async def _end_old_connection(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Have the client of an old connection send its next request over a new one, perhaps to another gateway."""
+        assert self._connections is not None, "it was started"
+        if self._connections.is_old(request.transport):
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if (preflight := self._cors.preflight(request)) is not None:

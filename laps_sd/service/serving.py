@@ -75,13 +75,14 @@ def make_server(
     guard: CallGuard,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_sent_bytes: int | None = None,
+    max_connection_age_s: float | None = None,
     interceptors: Sequence[Any] = (),
 ) -> grpc.aio.Server:
     """Return a server with our options.
 
     `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers.
     """
-    options = server_options(max_message_bytes, max_sent_bytes)
+    options = server_options(max_message_bytes, max_sent_bytes, max_connection_age_s)
     return grpc.aio.server(interceptors=[guard, *interceptors], options=options)
 
 
@@ -98,9 +99,10 @@ class ServiceApp:
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
         max_sent_bytes: int | None = None,
+        max_connection_age_s: float | None = None,
     ) -> None:
         """Create the server, not yet started. `authorize`, `open_methods`, `max_fields`: see CallGuard;
-        `max_sent_bytes`: see `server_options`.
+        `max_sent_bytes`, `max_connection_age_s`: see `server_options`.
 
         Raises StartupError when OpenTelemetry is configured and missing.
         """
@@ -111,6 +113,7 @@ class ServiceApp:
             guard=self.guard,
             max_message_bytes=settings.max_message_bytes,
             max_sent_bytes=max_sent_bytes,
+            max_connection_age_s=max_connection_age_s,
             interceptors=interceptors,
         )
         self.names: list[str] = []

@@ -55,6 +55,7 @@ KNOWN = frozenset(
         "LAPS_SD_LOG_REQUESTS",
         "LAPS_SD_LOG_STYLE",
         "LAPS_SD_MAX_CHOICES",
+        "LAPS_SD_MAX_CONNECTION_AGE_S",
         "LAPS_SD_MAX_CONTEXT_TOKENS",
         "LAPS_SD_MAX_DRAFT_LEN",
         "LAPS_SD_MAX_DRAFT_TOKENS",

@@ -66,9 +66,13 @@ def _common_options(max_message_bytes: int, max_sent_bytes: int | None = None) -
 
 
 def server_options(
-    max_message_bytes: int = MAX_MESSAGE_BYTES, max_sent_bytes: int | None = None
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_sent_bytes: int | None = None,
+    max_connection_age_s: float | None = None,
 ) -> list[tuple[str, int]]:
     """Return the options for `grpc.aio.server`. `max_sent_bytes`: the limit of its answers, if it is another one.
+    `max_connection_age_s`: age at which the peer of a connection is asked to make its next calls over a new one;
+    gRPC varies it by a tenth. Calls in progress go on, because there is no grace after which they would be cut.
 
     A port belongs to one process: a second one gets an error, instead of a share of the calls.
     """
@@ -78,6 +82,11 @@ def server_options(
         ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.so_reuseport", 0),
+        *(
+            []
+            if max_connection_age_s is None
+            else [("grpc.max_connection_age_ms", round(1000 * max_connection_age_s))]
+        ),
     ]
 
 

@@ -62,6 +62,26 @@ async def nobody_left(running: Running) -> None:
     )
 
 
+class TestConnections:
+    async def test_an_old_one_gets_no_new_call_and_its_stream_goes_on(
+        self, scheduler: FakeScheduler, start_gateway: StartGateway, model: ModelFiles
+    ) -> None:
+        """So the clients of a Service reach gateways that started after them."""
+        running: Running = await start_gateway(scheduler.address, max_connection_age_s=1.0)
+        await asyncio.wait_for(running.link.greeted.wait(), 10)
+        ids = model.encode_rendered("hello world")
+        stream = running.stub.GenerateStream(HELLO)
+        request_id = await scheduler.submitted()
+        scheduler.commit(request_id, ids[:2])
+        events = await read_tokens(stream, 2)
+
+        async with asyncio.timeout(30):
+            await running.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            assert (await running.stub.ListModels(ListModelsRequest())).models  # over another connection
+        scheduler.commit(request_id, ids[2:], Kind.KIND_STOP)
+        assert ids_of(events + await rest(stream)) == ids
+
+
 class TestGenerateStream:
     async def test_is_accepted_then_deltas_then_one_end(
         self, running: Running, scheduler: FakeScheduler, model: ModelFiles

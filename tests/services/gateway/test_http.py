@@ -1512,6 +1512,8 @@ class Raw:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        self.head = b""
+        """Head of the last answer."""
 
     @classmethod
     async def open(cls, served: Served, tls: ssl.SSLContext | None = None) -> Raw:
@@ -1522,7 +1524,7 @@ class Raw:
     async def ask(self, sent: bytes = LIVE) -> bytes:
         """Send a request; return the status line of its answer, once all of that has come."""
         self.writer.write(sent)
-        head = await self.reader.readuntil(b"\r\n\r\n")
+        self.head = head = await self.reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.splitlines() if line.lower().startswith(b"content-length:"))
         await self.reader.readexactly(int(length.partition(b":")[2]))
         return head.splitlines()[0]
@@ -1698,6 +1700,34 @@ class TestConnections:
 
         assert await (await Raw.open(served)).ended()
         assert http.connections == 0
+
+    async def test_an_old_one_ends_with_its_next_answer_and_no_answer_is_cut(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_connections, "AGE_SPREAD", 0.0)
+        served: Served = await serve(max_connection_age_s=1.0)
+        whole, streaming, idle = [await Raw.open(served) for _ in range(3)]
+        sent = octets_of(TEXT).replace(b"Connection: close\r\n", b"")
+        answer = asyncio.create_task(whole.ask(sent))
+        await served.scheduler.submitted(1)
+
+        async def ends() -> bool:
+            assert await idle.ask() == b"HTTP/1.1 200 OK"
+            return b"connection: close" in idle.head.lower()
+
+        await wait_until_async(ends, description="an answer that ends its connection")
+        assert await idle.ended()
+        streaming.writer.write(octets_of({**TEXT, "stream": True}).replace(b"Connection: close\r\n", b""))
+        await served.scheduler.submitted(2)
+        for number in (1, 2):
+            await served.finished(count=number)
+        assert await answer == b"HTTP/1.1 200 OK"
+        assert b"connection: close" in whole.head.lower()
+        assert await whole.ended()
+        streamed = await streaming.reader.read()
+        assert b"connection: close" in streamed.partition(b"\r\n\r\n")[0].lower()
+        assert b"data: [DONE]" in streamed
+        streaming.writer.close()
 
     async def test_what_follows_an_upgrade_that_is_not_made_is_the_next_request(self, served: Served) -> None:
         connection = await Raw.open(served)
