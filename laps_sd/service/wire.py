@@ -42,6 +42,9 @@ KEEPALIVE_MS = 20_000
 """Interval of the pings on an idle stream, so that middleboxes keep it and a dead peer is noticed."""
 KEEPALIVE_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 2_000
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""Longest time until a new connection has spoken TLS, if that is on, and HTTP/2. Our choice; gRPC's own limit is two minutes,
+in which a peer that sends nothing keeps a file descriptor."""
 LEAST_PING_INTERVAL_MS = 5_000
 """Shortest interval of a client's pings; a client that pings more often is cut off (ENHANCE_YOUR_CALM)."""
 MAX_WAITING_CALLS = 20_000
@@ -78,6 +81,7 @@ def server_options(
     """
     return [
         *_common_options(max_message_bytes, max_sent_bytes),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_INTERVAL_MS),
         ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),

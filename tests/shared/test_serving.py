@@ -610,6 +610,16 @@ async def test_with_a_client_ca_only_callers_with_a_certificate_get_in(certifica
             assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_connection_that_sends_nothing_is_ended(certificates, monkeypatch, tls):
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_MS", 200)
+    files = {"tls_cert": certificates / "cert.pem", "tls_key": certificates / "key.pem"} if tls else {}
+    async with running(**files) as (app, _, _), asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
+        await reader.read()
+        writer.close()
+
+
 async def test_health_alone_is_answered_in_plain_text_beside_tls(certificates):
     """Kubernetes' gRPC probes speak no TLS and show no certificate."""
     cert, key = certificates / "cert.pem", certificates / "key.pem"
