@@ -331,8 +331,11 @@ class HttpServer:
                     for choice, piece in await generation.read():
                         reply.add(choice, piece)
             if scores:
-                # The answer may be a thousand times as long as others: other calls go on while it is written.
-                text = await asyncio.to_thread(lambda: json_in_parts(reply.whole()))
+                # The answer may be a thousand times as long as others: other calls go on while it is written. It is
+                # computed already, so that it waits however many others of the tenant wait.
+                text = await self._calls.conversions.run(
+                    caller.tenant, lambda: json_in_parts(reply.whole()), 0
+                )
                 return web.json_response(text=text, headers=headers)
             return web.json_response(reply.whole(), headers=headers)
 

@@ -9,6 +9,7 @@ from aiohttp import web
 import laps_sd
 from gateway.api.http_requests import expect_continue, read_bytes, tenant_of
 from gateway.api.openai.body import Json, read_body
+from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.tokens import read_detokenize, read_tokenize, tokens_json
 from gateway.api.openai.unknown_fields import OnUnknown
 from gateway.calls.calls import Caller, Calls
@@ -48,7 +49,12 @@ class VllmRoutes:
         with self._calls.refusals(caller):
             prompt, with_texts = read_tokenize(body, self._on_unknown)
         ids = await self._calls.tokenize(prompt, caller)
-        return web.json_response(tokens_json(ids, self._calls.model, with_texts=with_texts))
+        text = await self._calls.converted(
+            lambda: json_in_parts(tokens_json(ids, self._calls.model, with_texts=with_texts)),
+            len(ids),
+            caller,
+        )
+        return web.json_response(text=text)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         caller, body = await self._read(request)

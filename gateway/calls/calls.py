@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -53,7 +53,10 @@ from laps_sd.v1 import inference_pb2
 __all__ = ["Caller", "Calls"]
 
 THREAD_FROM_TOKENS = 1024
-"""Tokens of a whole output from which its text is made in a thread: bytes that are no text take 10 to 20 µs each."""
+"""Tokens from which work on them is done in a thread: in the text of a whole output, bytes that are no text take 10 to 20 µs
+each."""
+MAX_CONVERSIONS = 64
+"""Most calls of one tenant that wait for such work. Our choice."""
 LATE_S = 1.0
 """Seconds after its deadline in which the scheduler may end a request: its end comes with the last tokens."""
 
@@ -85,8 +88,8 @@ class Calls:
         self._shards = shards
         self._prompts = Prompts(model, FeatureHash(settings.length_key) if settings.predict_lengths else None)
         self._submissions = Submissions(settings, model, self._prompts)
-        self._long_outputs = FairTurns(1)
-        """Taken while Detokenize makes the text of a long output: one at a time, so that threads are left for prompts."""
+        self.conversions = FairTurns(1, most_waiting=MAX_CONVERSIONS, what="long outputs and lists of tokens")
+        """Turns at work on many tokens: one at a time, so that threads are left for prompts."""
         self._open = 0
         """Outputs of the calls that are admitted, also before their streams are open."""
         self._refused = StreamRetryTimes()
@@ -198,7 +201,9 @@ class Calls:
         """Return the token ids of a request's prompt. Raises InvalidArgument, ResourceExhausted."""
         self.charge(caller)
         check_request(request, self.settings, self.model)
-        return await self._prompts.ids_of(request, self._prompts.rendered(request), caller.tenant)
+        with self.refusals(caller):
+            rendered = await self._prompts.rendered(request, caller.tenant)
+            return await self._prompts.ids_of(request, rendered, caller.tenant)
 
     async def detokenize(
         self,
@@ -218,10 +223,15 @@ class Calls:
         check_ids(field, ids, self.model)
         silent_ids = frozenset[int]() if special else self.model.silent_ids
         text = Detokenizer(self.model.decode, silent_ids=silent_ids)
-        if len(ids) < THREAD_FROM_TOKENS:
-            return text.feed(ids) + text.finish()
-        async with self._long_outputs.of(caller.tenant):
-            return await asyncio.to_thread(lambda: text.feed(ids) + text.finish())
+        return await self.converted(lambda: text.feed(ids) + text.finish(), len(ids), caller)
+
+    async def converted(self, work: Callable[[], str], tokens: int, caller: Caller) -> str:
+        """Return the result of work on this number of tokens: if they are many, it is done in a thread, for tenants
+        in rotation. Raises ResourceExhausted."""
+        if tokens < THREAD_FROM_TOKENS:
+            return work()
+        with self.refusals(caller):
+            return await self.conversions.run(caller.tenant, work)
 
     @contextmanager
     def refusals(self, caller: Caller) -> Iterator[None]:

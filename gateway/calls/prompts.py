@@ -10,7 +10,7 @@ from gateway.model.bounded_json import decode_text, is_flat
 from gateway.model.chat_template import TemplateRefused
 from gateway.model.continued import MARK, cut_at_mark
 from gateway.model.fair_turns import FairTurns
-from gateway.model.files import THREAD_FROM_CHARACTERS, ModelFiles
+from gateway.model.files import ModelFiles
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
@@ -20,7 +20,14 @@ __all__ = ["Prompts", "features_of"]
 LONG_PROMPTS_AT_ONCE = 2
 """Maximum number of long prompts that are tokenized at the same time. Tokenizing a prompt of the largest size
 takes some hundred MiB."""
-
+THREAD_FROM_CHARACTERS = 4096
+"""Characters from which a prompt is tokenized in a thread, because the tokenizer releases the interpreter lock: a shorter one
+is tokenized faster than it is passed to a thread."""
+THREAD_FROM_MESSAGES = 128
+"""Messages from which a chat is rendered in a thread: templates take up to 20 µs for each."""
+MAX_WAITING_CHARACTERS = 64_000_000
+"""Characters of the long prompts of one tenant that wait to be tokenized. Our choice: each takes about 3 bytes, or four times
+that if it is not ASCII."""
 
 MAX_DEPTH = 128
 """Most levels of the arguments of an earlier call that a template gets as an object."""
@@ -35,12 +42,19 @@ class Prompts:
         """Take the model's files, and the hash for features; None: no request has features."""
         self._model = model
         self._hash = features
-        self._long_prompts = FairTurns(LONG_PROMPTS_AT_ONCE)
+        self._long_prompts = FairTurns(
+            LONG_PROMPTS_AT_ONCE, most_waiting=MAX_WAITING_CHARACTERS, what="long prompts"
+        )
 
-    def rendered(self, request: inference_pb2.GenerateRequest) -> str:
+    async def rendered(self, request: inference_pb2.GenerateRequest, tenant: str) -> str:
         """Return the messages of a checked request as the chat template renders them; empty for another prompt.
-        Raises InvalidArgument for messages that the template refuses."""
-        return self._render(request.messages) if request.HasField("messages") else ""
+        Raises InvalidArgument for messages that the template refuses. Tenants have long chats rendered in rotation."""
+        if not request.HasField("messages"):
+            return ""
+        chat = request.messages
+        if len(chat.messages) < THREAD_FROM_MESSAGES:
+            return self._render(chat)
+        return await self._long_prompts.run(tenant, lambda: self._render(chat), chat.ByteSize())
 
     async def ids_of(self, request: inference_pb2.GenerateRequest, rendered: str, tenant: str) -> list[int]:
         """Return the token ids of a checked request's prompt. Long prompts of tenants are tokenized in rotation."""
@@ -87,10 +101,10 @@ class Prompts:
         return cut
 
     async def _encode(self, text: str, tenant: str, *, rendered: bool) -> list[int]:
+        encode = self._model.encode_rendered if rendered else self._model.encode_text
         if len(text) < THREAD_FROM_CHARACTERS:
-            return await self._model.encode_off_loop(text, rendered=rendered)
-        async with self._long_prompts.of(tenant):
-            return await self._model.encode_off_loop(text, rendered=rendered)
+            return encode(text)
+        return await self._long_prompts.run(tenant, lambda: encode(text), len(text))
 
 
 def _messages_of(chat: inference_pb2.ChatMessages) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ class Submissions:
         of_prompts = 0
         bad_words = BadWords(self._model)
         for request in requests:
-            rendered = self._prompts.rendered(request)
+            rendered = await self._prompts.rendered(request, tenant)
             markers = self._model.dialect.reasoning
             state = markers.state_after(rendered) if markers and rendered and reads_markup else None
             wanted = await self._format_of(request, state, tenant)

@@ -22,11 +22,11 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 from gateway.model.fair_turns import FairTurns
 from gateway.model.format_child import CPU_S, MEMORY_BYTES
-from laps_sd.errors import ResourceExhausted, Unavailable
+from laps_sd.errors import Unavailable
 
 __all__ = ["FormatJudge"]
 
@@ -54,9 +54,7 @@ class FormatJudge:
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[tuple[str, str], asyncio.Task[str]] = OrderedDict()
-        self._waiting = Counter[str]()
-        """Formats without a verdict of each tenant."""
-        self._turns = FairTurns(1)
+        self._turns = FairTurns(1, most_waiting=MAX_WAITING, what="output formats")
         self._child: Process | None = None
 
     async def problem_of(self, kind: str, text: str, *, tenant: str = "") -> str:
@@ -68,24 +66,15 @@ class FormatJudge:
         key = (kind, text)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            if self._waiting[tenant] >= MAX_WAITING:
-                raise ResourceExhausted(
-                    f"{MAX_WAITING} output formats wait to be compiled, the most of a tenant at this gateway",
-                    retry_after_s=1.0,
-                )
-            self._waiting[tenant] += 1
             verdict = asyncio.create_task(self._judge(kind, text, tenant), name="judging a format")
             self._verdicts[key] = verdict
-            verdict.add_done_callback(functools.partial(self._judged, key, tenant))
+            verdict.add_done_callback(functools.partial(self._judged, key))
         self._verdicts.move_to_end(key)
         # The waiting caller may be cancelled; the child's answer is then kept for the next caller with this
         # format.
         return await asyncio.shield(verdict)
 
-    def _judged(self, key: tuple[str, str], tenant: str, verdict: asyncio.Task[str]) -> None:
-        self._waiting[tenant] -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+    def _judged(self, key: tuple[str, str], verdict: asyncio.Task[str]) -> None:
         if verdict.cancelled() or verdict.exception() is not None:
             self._verdicts.pop(key, None)
         elif len(self._verdicts) > KEPT:

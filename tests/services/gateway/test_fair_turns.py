@@ -5,29 +5,38 @@ up the calls of another.
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
-from gateway.calls.prompts import LONG_PROMPTS_AT_ONCE, Prompts
+import pytest
+
+from gateway.calls.prompts import (
+    LONG_PROMPTS_AT_ONCE,
+    THREAD_FROM_CHARACTERS,
+    THREAD_FROM_MESSAGES,
+    Prompts,
+)
 from gateway.model.fair_turns import FairTurns
-from gateway.model.files import THREAD_FROM_CHARACTERS
-from laps_sd.v1.inference_pb2 import GenerateRequest
+from laps_sd.errors import ResourceExhausted
+from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
+from tests.helpers import wait_until_async
 
 
 class Work:
     """Calls that take their turns and end when they are told to."""
 
     def __init__(self, most: int) -> None:
-        self.turns = FairTurns(most)
+        self.turns = FairTurns(most, most_waiting=10, what="things")
         self.begun: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
 
-    def call(self, name: str) -> asyncio.Task[None]:
+    def call(self, name: str, size: int = 1) -> asyncio.Task[None]:
         """Start a call of the tenant that is the first letter of its name."""
         self._ends[name] = asyncio.Event()
-        return asyncio.create_task(self._call(name))
+        return asyncio.create_task(self._call(name, size))
 
-    async def _call(self, name: str) -> None:
-        async with self.turns.of(name[0]):
+    async def _call(self, name: str, size: int) -> None:
+        async with self.turns.of(name[0], size):
             self.begun.append(name)
             await self._ends[name].wait()
 
@@ -77,7 +86,27 @@ async def test_callers_that_leave_take_no_turn_with_them() -> None:
     assert work.begun in (["a1", "c1"], ["a1", "b1", "c1"])
     await work.end("c1")
     await last
-    await asyncio.wait_for(work.turns._take("a"), 5)  # the turn came back
+    await asyncio.wait_for(work.turns._take("a", 1), 5)  # the turn came back
+
+
+async def test_so_much_of_a_tenant_waits_and_no_more() -> None:
+    work = Work(1)
+    first, large, left = work.call("a1"), work.call("a2", size=11), work.call("b1", size=6)
+    await settled()
+    for name, size in (("a3", 1), ("b2", 5)):
+        with pytest.raises(ResourceExhausted, match="too many things of the tenant wait at this gateway"):
+            await work.call(name, size)
+    fits, free = work.call("b3", size=4), work.call("b0", size=0)
+    left.cancel()  # makes room
+    await settled()
+    then = work.call("b4", size=6)
+    await settled()
+    order = ["a1", "a2", "b3", "b0", "b4"]
+    for name in order:
+        await work.end(name)
+    await asyncio.gather(first, large, fits, free, then)
+    assert work.begun == order
+    assert not work.turns._sizes
 
 
 class SlowModel:
@@ -85,30 +114,75 @@ class SlowModel:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.go_on = asyncio.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+        self.template = self
 
-    async def encode_off_loop(self, text: str, *, rendered: bool) -> list[int]:
+    def render(self, messages: list[dict[str, Any]], *_: Any, **__: Any) -> str:
+        text = "".join(message["content"] for message in messages)
+        self.encode_text(text)
+        return text
+
+    def encode_text(self, text: str) -> list[int]:
+        assert threading.current_thread() is not threading.main_thread()
         self.texts.append(text)
-        await self.go_on.acquire()
+        self.go_on.acquire()
         return [len(text)]
+
+    async def begun(self, count: int) -> None:
+        await wait_until_async(lambda: len(self.texts) == count, description=f"{count} texts")
+
+
+def tokenize(prompts: Prompts, letter: str) -> asyncio.Task[list[int]]:
+    request = GenerateRequest(text=letter * THREAD_FROM_CHARACTERS)
+    return asyncio.create_task(prompts.ids_of(request, "", letter))
 
 
 async def test_many_long_prompts_of_a_tenant_delay_one_of_another_by_one_turn() -> None:
     model: Any = SlowModel()
     prompts = Prompts(model, None)
-
-    def tokenize(letter: str) -> asyncio.Task[list[int]]:
-        request = GenerateRequest(text=letter * THREAD_FROM_CHARACTERS)
-        return asyncio.create_task(prompts.ids_of(request, "", letter))
-
-    hostile = [tokenize("h") for _ in range(50)]
+    hostile = [tokenize(prompts, "h") for _ in range(50)]
+    await model.begun(LONG_PROMPTS_AT_ONCE)
+    other = tokenize(prompts, "o")
     await settled()
-    other = tokenize("o")
-    await settled()
-    for _ in range(LONG_PROMPTS_AT_ONCE + 2):
+    for number in (1, 2):
         model.go_on.release()
-        await settled()
-    assert other.done()
-    assert sum(task.done() for task in hostile) <= LONG_PROMPTS_AT_ONCE + 1
-    for task in hostile:
+        await model.begun(LONG_PROMPTS_AT_ONCE + number)
+    assert model.texts[-1][0] == "o"
+    model.go_on.release(60)
+    assert await asyncio.gather(other, *hostile) == [[THREAD_FROM_CHARACTERS]] * 51
+
+
+async def test_long_chats_take_the_same_turns() -> None:
+    """A template takes 130 ms for 8,192 messages, in which no other call went on."""
+    model: Any = SlowModel()
+    prompts = Prompts(model, None)
+    chat = ChatMessages(messages=[ChatMessage(role="user", content="c")] * THREAD_FROM_MESSAGES)
+    rendered = [
+        asyncio.create_task(prompts.rendered(GenerateRequest(messages=chat), "c"))
+        for _ in range(LONG_PROMPTS_AT_ONCE)
+    ]
+    await model.begun(LONG_PROMPTS_AT_ONCE)
+    other = tokenize(prompts, "o")
+    await settled()
+    assert prompts._long_prompts._waiting
+    model.go_on.release(LONG_PROMPTS_AT_ONCE + 1)
+    assert await asyncio.gather(*rendered) == ["c" * THREAD_FROM_MESSAGES] * LONG_PROMPTS_AT_ONCE
+    assert await other == [THREAD_FROM_CHARACTERS]
+
+
+async def test_a_caller_that_leaves_keeps_its_turn_as_long_as_its_thread_works() -> None:
+    """Clients that leave at once would have all threads work for them."""
+    model: Any = SlowModel()
+    prompts = Prompts(model, None)
+    left = [tokenize(prompts, "h") for _ in range(LONG_PROMPTS_AT_ONCE)]
+    await model.begun(LONG_PROMPTS_AT_ONCE)
+    for task in left:
         task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    other = tokenize(prompts, "o")
+    await settled()
+    assert prompts._long_prompts._waiting
+    model.go_on.release()
+    await model.begun(LONG_PROMPTS_AT_ONCE + 1)
+    model.go_on.release(LONG_PROMPTS_AT_ONCE)
+    assert await other == [THREAD_FROM_CHARACTERS]

@@ -148,11 +148,13 @@ async def test_whoever_stops_waiting_takes_no_answer_away(judge: FormatJudge) ->
 async def test_so_many_formats_wait_and_no_more(judge: FormatJudge) -> None:
     await judge.problem_of("regex", "a")
     os.kill(child_of(judge), signal.SIGSTOP)
-    waiting = [asyncio.create_task(judge.problem_of("regex", f"b{n}")) for n in range(formats.MAX_WAITING)]
+    waiting = [
+        asyncio.create_task(judge.problem_of("regex", f"b{n}")) for n in range(1 + formats.MAX_WAITING)
+    ]
     await asyncio.sleep(0)
     again = asyncio.create_task(judge.problem_of("regex", "b0"))  # waits with the first caller
 
-    with pytest.raises(ResourceExhausted, match="64 output formats wait to be compiled"):
+    with pytest.raises(ResourceExhausted, match="too many output formats of the tenant wait"):
         await judge.problem_of("regex", "c")
     os.kill(child_of(judge), signal.SIGCONT)
     assert set(await asyncio.gather(again, *waiting)) == {""}

@@ -41,10 +41,12 @@ class TestModelFiles:
         assert model.encode_text("hi")[1:] == model.encode_rendered("hi")
         assert model.encode_rendered("<|begin|>hi") == model.encode_text("hi")
 
-    async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_ids(self, model: ModelFiles) -> None:
-        text = "the quick brown fox " * 1000
-
-        assert await model.encode_off_loop(text, rendered=False) == model.encode_text(text)
+    @pytest.mark.parametrize(
+        "text", ["", " a", "the quick<|end|> brown", "é\u0301 日本 \x00\n\n", "hello world " * 50]
+    )
+    def test_ids_are_those_of_the_library(self, model: ModelFiles, text: str) -> None:
+        assert model.encode_text(text) == model.tokenizer.encode(text).ids
+        assert model.encode_rendered(text) == model.tokenizer.encode(text, add_special_tokens=False).ids
 
     def test_a_limit_set_by_hand_wins(self, model_dir: Path) -> None:
         assert load_model(model_dir, name="tiny", context_tokens=64).context_tokens == 64

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 import laps_sd
+from gateway.api import http_vllm
+from gateway.api.openai.tokens import tokens_json
+from gateway.calls.calls import THREAD_FROM_TOKENS
 from gateway.model.files import ModelFiles
 from tests.services.gateway.conftest import CONTEXT, Served, Start
 from tests.services.gateway.test_http import CHAT, TEXT
@@ -53,6 +57,25 @@ class TestTokenize:
         }
         _, _, bare = await served.post("/tokenize", {"prompt": "the quick", "add_special_tokens": False})
         assert (bare["tokens"], bare["token_strs"]) == (model.encode_rendered("the quick"), None)
+
+    async def test_a_long_answer_is_made_in_a_thread(
+        self, served: Served, model: ModelFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Other calls go on: it takes half a second for a million tokens."""
+        threads = []
+
+        def observed(*arguments: Any, **named: Any) -> Any:
+            threads.append(threading.current_thread())
+            return tokens_json(*arguments, **named)
+
+        monkeypatch.setattr(http_vllm, "tokens_json", observed)
+        prompt = "xq" * THREAD_FROM_TOKENS
+        _, _, answer = await served.post("/tokenize", {"prompt": prompt, "return_token_strs": True})
+        ids = model.encode_text(prompt)
+        assert (answer["count"], answer["tokens"]) == (len(ids), ids)
+        assert answer["token_strs"] == [model.tokenizer.id_to_token(token) for token in ids]
+        assert len(ids) >= THREAD_FROM_TOKENS
+        assert threading.main_thread() not in threads
 
     async def test_messages_as_a_chat_has_them(self, served: Served) -> None:
         _, _, tokens = await served.post("/tokenize", CHAT)
