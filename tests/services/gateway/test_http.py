@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import socket
 import ssl
 import threading
@@ -1700,6 +1702,32 @@ class TestConnections:
 
         assert await (await Raw.open(served)).ended()
         assert http.connections == 0
+
+    async def test_one_for_which_no_descriptor_is_left_waits(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_connections, "ACCEPT_AGAIN_S", 0.05)
+        served: Served = await serve()
+        http = served.running.gateway.http
+        assert http is not None
+        warned = asyncio.Event()
+        monkeypatch.setattr(http_connections.log, "warning", lambda *_, **__: warned.set())
+        with socket.socket() as client:
+            client.setblocking(False)
+            limits, filling = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        filling.append(os.dup(client.fileno()))
+                await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", http.port))
+                await asyncio.wait_for(warned.wait(), 30)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for descriptor in filling:
+                    os.close(descriptor)
+            await asyncio.get_running_loop().sock_sendall(client, LIVE)
+            assert await asyncio.get_running_loop().sock_recv(client, 12) == b"HTTP/1.1 200"
 
     async def test_an_old_one_ends_with_its_next_answer_and_no_answer_is_cut(
         self, serve: Any, monkeypatch: pytest.MonkeyPatch
