@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 
 from laps_sd.service import config
 from tests.k8s.conftest import missing
 from tests.k8s.helm import ROOT, Refused, find
+from worker_svc.engine.vllm.options import RESERVED
 
 SERVICES = ("gateway", "scheduler", "worker")
 WORKLOADS = {
@@ -167,3 +170,17 @@ def test_the_chart_refuses_the_arguments_of_vllm_that_a_worker_refuses(helm3: An
         workers = {"engine": "vllm", "vllmArgs": {name: 1}}
         with pytest.raises(Refused, match=f"vllmArgs.{name} of the workers of"):
             helm3.render({"pools": [pool | {"workers": workers}]})
+
+
+def test_the_chart_refuses_the_arguments_of_vllm_that_a_worker_refuses_and_names_the_same_settings() -> None:
+    text = (ROOT / "k8s/chart/templates/worker/_vllm.tpl").read_text()
+    block = re.search(r'define "laps-sd.vllmReserved" -}}\n(.*?){{- end', text, re.DOTALL)
+    assert block is not None
+    refused = yaml.safe_load(block[1])
+
+    assert refused.keys() == {*RESERVED, "model"}
+    for argument, instead in RESERVED.items():
+        if setting := re.fullmatch("set LAPS_SD_([A-Z_]+)", instead):
+            first, *others = setting[1].lower().split("_")
+            name = first + "".join(other.capitalize() for other in others)
+            assert re.search(rf"\b{name}\b", refused[argument])

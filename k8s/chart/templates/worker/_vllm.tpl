@@ -29,7 +29,7 @@ trust_remote_code: set settings.trustRemoteCode
 data_parallel_size: set replicas, which are workers of their own
 enable_lora: adapters names them
 max_loras: all of adapters stay loaded
-async_scheduling: a worker cannot work with it
+async_scheduling: set settings.vllmOverlap
 logits_processors: they would change the choice of tokens
 scheduler_cls: LAPS-SD has its own
 skip_tokenizer_init: it follows from the model
