@@ -80,10 +80,16 @@ def _basis_of(request: Request, priors: Priors, errors: EstimateErrors) -> Itera
         yield f"{remaining.own_rounds} rounds of its own"
     if remaining.note:
         yield remaining.note
-    judged = errors.by.get((Moment.ARRIVAL, basis))
+    # At arrival no worker has predicted anything.
+    moment, when = (
+        (Moment.FIRST_ROUND, "after the first round")
+        if basis is Basis.WORKER
+        else (Moment.ARRIVAL, "at arrival")
+    )
+    judged = errors.by.get((moment, basis))
     if judged is not None:
         yield (
-            f"at arrival such estimates were wrong by a factor of {math.exp(judged.rms):.2g} (root mean square "
+            f"{when} such estimates were wrong by a factor of {math.exp(judged.rms):.2g} (root mean square "
             f"of {judged.count} requests)"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -424,6 +425,10 @@ class TestReports:
             e = scheduler.explain("a", 2.0)
             assert e is not None
             assert ("worker's prediction" in e.basis) == (n > 8)
+            good = re.search(
+                r"after the first round such estimates were wrong by .* of (\d+) requests", e.basis
+            )
+            assert (int(good[1]) if good else 0) == max(0, n - 9)
             scheduler.step(2.0, [report(did("a", 3, length - 3, end=End.STOP))])
 
     def test_a_request_that_runs_to_its_limit_has_a_known_length(self) -> None:
