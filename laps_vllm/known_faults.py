@@ -1,4 +1,4 @@
-"""Faults of vLLM that users meet with speculation, chunked prefill or LoRA, by version: a sentence for each that a
+"""Faults of vLLM that users meet with speculation, chunked prefill, LoRA or grammars, by version: a sentence for each that a
 configuration can hit. docs/vllm.md has the list with the measurements.
 """
 
@@ -35,3 +35,8 @@ def warnings(config: Any, version: str, *, spare_lora_place: bool = False) -> It
             )
     if speculative is not None and not getattr(config, "use_v2_model_runner", False):
         yield "vLLM's first model runner ignores min_p and logit_bias with speculation"
+    if speculative is not None and config.structured_outputs_config.backend == "guidance":
+        yield (
+            "llguidance 1.7 to 1.9 may refuse tokens that a grammar with nested rules allows, after draft tokens that are not"
+            " accepted: use another backend of structured outputs, or no speculation"
+        )

@@ -560,20 +560,48 @@ class TestVersions:
 
 
 class TestKnownFaults:
-    def config(self, device: str, lora: object) -> Any:
-        return SimpleNamespace(
+    def of(
+        self, version: str = "0.32.0", *, device: str = "cpu", chunked: bool = False, **parts: Any
+    ) -> list[str]:
+        config = SimpleNamespace(
             device_config=SimpleNamespace(device_type=device),
-            scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
-            speculative_config=None,
-            lora_config=lora,
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+            speculative_config=parts.get("speculative"),
+            lora_config=parts.get("lora"),
+            structured_outputs_config=SimpleNamespace(backend=parts.get("backend", "auto")),
+            use_v2_model_runner=device == "cuda",
         )
+        spare = parts.get("spare", False)
+        return list(known_faults.warnings(config, version, spare_lora_place=spare))
 
-    def test_lora_on_a_cpu_is_one(self) -> None:
-        (warning,) = known_faults.warnings(self.config("cpu", object()), "0.32.0")
+    @pytest.mark.parametrize(
+        ("parts", "fault"),
+        [
+            ({"lora": object()}, "without a LoRA adapter"),
+            ({"chunked": True}, "CPU Generator does not use offset"),
+            ({"speculative": object(), "version": "0.33.0"}, "ignores min_p and logit_bias with speculation"),
+            ({"speculative": object(), "device": "cuda", "backend": "guidance"}, "grammar with nested rules"),
+        ],
+    )
+    def test_each_that_can_be_met_has_a_sentence(self, parts: dict[str, Any], fault: str) -> None:
+        (warning,) = self.of(**parts)
 
-        assert "without a LoRA adapter" in warning
-        assert not list(known_faults.warnings(self.config("cpu", object()), "0.32.0", spare_lora_place=True))
+        assert fault in warning
 
-    @pytest.mark.parametrize(("device", "lora"), [("cpu", None), ("cuda", object())])
-    def test_without_lora_or_on_a_gpu_it_is_none(self, device: str, lora: object) -> None:
-        assert list(known_faults.warnings(self.config(device, lora), "0.32.0")) == []
+    def test_speculation_on_a_cpu_has_two(self) -> None:
+        first, second = self.of(speculative=object())
+
+        assert "samples wrong tokens for a batch with draft tokens" in first
+        assert "min_p" in second
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {},
+            {"lora": object(), "spare": True},
+            {"device": "cuda", "lora": object(), "chunked": True, "speculative": object()},
+            {"version": "0.33.0", "lora": object(), "chunked": True, "backend": "guidance"},
+        ],
+    )
+    def test_others_have_none(self, parts: dict[str, Any]) -> None:
+        assert self.of(**parts) == []

@@ -19,7 +19,7 @@ def allowed(mask: torch.Tensor | None) -> list[int]:
     return [token for token in range(32 * len(mask)) if int(mask[token // 32]) >> token % 32 & 1]
 
 
-def test_tokens_that_are_taken_back_leave_nothing(tmp_path: Path) -> None:
+def tokenizer_of_letters() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,11 @@ def test_tokens_that_are_taken_back_leave_nothing(tmp_path: Path) -> None:
         vocab_size=264, special_tokens=["<pad>", "<s>", "</s>"], initial_alphabet=letters
     )
     tokenizer.train_from_iterator(["aaa bbb abab aac"] * 9, trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tokenizer
+
+
+def test_tokens_that_are_taken_back_leave_nothing(tmp_path: Path) -> None:
+    tokenizer_of_letters().save(str(tmp_path / "tokenizer.json"))
     formats = Formats(tmp_path / "tokenizer.json", 264, frozenset({2}))
     for seed in range(40):
         rng = random.Random(seed)

@@ -70,6 +70,8 @@ class FollowedGrammar(GuidanceGrammar):
         self._compile_again = compile_again
         # Tokens that were accepted: committed ones, then draft tokens.
         self._tokens: list[int] = []
+        # A matcher that has read this number of committed tokens, and no draft token. It fails with its copies.
+        self._committed, self._followed = self.ll_matcher.deep_copy(), 0
         # Those after which it could not compute what may come next; None: it never failed so, or other tokens came.
         self._failed_after: list[int] | None = None
 
@@ -101,17 +103,27 @@ class FollowedGrammar(GuidanceGrammar):
         return valid
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last tokens, and a failure after them."""
+        """Forget the last tokens, which are all draft tokens, and a failure after them.
+
+        The library's own rollback may leave a matcher that allows fewer tokens (1.7 to 1.9).
+        """
         before = list(self._tokens) if self.ll_matcher.is_error() else None
         del self._tokens[max(0, len(self._tokens) - num_tokens) :]
         if before is not None:
             self._restart(before)
-        else:
-            super().rollback(num_tokens)
+            return
+        self._committed.try_consume_tokens(self._tokens[self._followed :])
+        self._followed = len(self._tokens)
+        if self._committed.is_error():
+            self._restart(None)
+            return
+        self.ll_matcher = self._committed.deep_copy()
+        self.terminated, self.rollback_lag = False, 0
 
     def _restart(self, failed_after: list[int] | None) -> None:
         self.problem, self._failed_after = self.ll_matcher.get_error(), failed_after
         self.ll_matcher = self._compile_again()
+        self._committed, self._followed = self.ll_matcher.deep_copy(), 0
         self.terminated, self.rollback_lag = False, 0
         self.ll_matcher.try_consume_tokens(self._tokens)
 
