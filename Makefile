@@ -126,10 +126,11 @@ test-vllm: vllm ## Run the tests of the scheduler and the worker engine over vLL
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 	LAPS_SD_TEST_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm/test_stack.py tests/vllm/test_chaos.py
 
-# A new release of vLLM is judged in a minute: no model runs.
+# A new release of vLLM is judged in a minute: no model runs. Its environment needs this package and what the tests need.
+JUDGE := $(addprefix tests/vllm/test_,names.py scheduler.py second_runner.py overlap.py)
 .PHONY: judge-vllm
 judge-vllm: ## Run the tests on vLLM's own scheduler with any environment that has vLLM (PYTHON=/path/to/its/python)
-	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/vllm/test_scheduler.py tests/vllm/test_second_runner.py tests/vllm/test_overlap.py $(ARGS)
+	LAPS_SD_VLLM_UNTESTED=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest $(JUDGE) $(ARGS)
 
 # What the gateway ships is committed, so that only a change of the console needs node.
 .PHONY: console

@@ -6,6 +6,8 @@ paused with their KV). Under async scheduling a decision is made while the devic
 ranks that are one step old.
 """
 
+# ruff: noqa: E402 -- another version of vLLM may lack what is imported: its number is checked before
+
 from __future__ import annotations
 
 import time
@@ -13,7 +15,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import vllm
+
+from laps_vllm.versions import check_names, check_version
+
+check_version(vllm.__version__)
+
 from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,7 +41,6 @@ from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.pausing import RUNNING, Pausing, Row, schedules_ahead
 from laps_vllm.prompt_features import PromptFeatures, PromptTokens, PromptWords
 from laps_vllm.settings import VllmSettings
-from laps_vllm.versions import check_names, check_version
 from scheduler_svc.core import COMPILED
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
@@ -407,7 +415,6 @@ class LapsAsyncScheduler(Laps, AsyncScheduler):
 
 def LapsScheduler(*args: Any, **kwargs: Any) -> Laps:
     """Return the scheduler for this configuration: what `--scheduler-cls` names. Raises VersionError."""
-    check_version(vllm.__version__)
-    check_names(Scheduler, Request, SchedulerOutput, vllm.__version__)
+    check_names(vllm.__version__, Scheduler, Request, SchedulerOutput, KVCacheManager, BlockPool)
     cls = LapsAsyncScheduler if schedules_ahead(*args, **kwargs) else LapsSyncScheduler
     return cls(*args, **kwargs)

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 __all__ = [
     "SUPPORTED",
     "UNTESTED_VARIABLE",
+    "USED",
     "VersionError",
     "check_names",
     "check_version",
+    "missing_names",
     "refuse_missing",
-    "unset_attributes",
 ]
 
 SUPPORTED = ("0.32", "0.33")
@@ -38,11 +39,9 @@ def check_version(version: str, environ: Mapping[str, str] = os.environ) -> None
         )
 
 
-def check_names(scheduler: type, request: type, output: type, version: str) -> None:
-    """Raise VersionError with all names that are missing in this vLLM's Scheduler, Request and
-    SchedulerOutput.
-    """
-    refuse_missing(_missing(scheduler, request, output), version)
+def check_names(version: str, *owners: type) -> None:
+    """Raise VersionError with all names that these classes of this vLLM lack; `USED` has the names."""
+    refuse_missing(_missing(owners), version)
 
 
 def refuse_missing(names: Iterable[str], version: str) -> None:
@@ -52,29 +51,33 @@ def refuse_missing(names: Iterable[str], version: str) -> None:
         raise VersionError(f"vLLM {version} has changed what LAPS-SD uses: {missing}")
 
 
-def unset_attributes(owner: type, title: str, names: Iterable[str]) -> Iterator[str]:
-    """Yield the names that a class assigns nowhere: they exist only on its instances."""
+def missing_names(owner: type, names: Iterable[str]) -> Iterator[str]:
+    """Yield the names that neither a class nor, by its source, an instance of it has."""
     source = inspect.getsource(owner)
+    fields = getattr(owner, "__dataclass_fields__", ())
     for name in names:
-        if f"self.{name} =" not in source and f"self.{name}:" not in source:
-            yield f"{title}.{name}"
+        assigned = f"self.{name} =" in source or f"self.{name}:" in source
+        if not (assigned or name in fields or hasattr(owner, name)):
+            yield f"{owner.__name__}.{name}"
 
 
-def _missing(scheduler: type, request: type, output: type) -> Iterator[str]:
-    for name in ("schedule", "update_from_output", "finish_requests", "add_request", "shutdown"):
-        if not callable(getattr(scheduler, name, None)):
-            yield f"Scheduler.{name}"
-    preempt = getattr(scheduler, "_preempt_request", None)
-    parameters = ["request", "timestamp", "drop_stale_output"]
-    if preempt is None or list(inspect.signature(preempt).parameters)[1:4] != parameters:
-        yield f"Scheduler._preempt_request({', '.join(parameters)})"
-    yield from unset_attributes(scheduler, "Scheduler", _SCHEDULER_ATTRIBUTES)
-    yield from unset_attributes(request, "Request", _REQUEST_ATTRIBUTES)
-    fields = getattr(output, "__dataclass_fields__", {})
-    yield from (f"SchedulerOutput.{name}" for name in _OUTPUT_FIELDS if name not in fields)
+def _missing(owners: Iterable[type]) -> Iterator[str]:
+    for owner in owners:
+        yield from missing_names(owner, USED[owner.__name__])
+        if owner.__name__ == "Scheduler":
+            preempt = getattr(owner, "_preempt_request", None)
+            parameters = ["request", "timestamp", "drop_stale_output"]
+            if preempt is None or list(inspect.signature(preempt).parameters)[1:4] != parameters:
+                yield f"Scheduler._preempt_request({', '.join(parameters)})"
 
 
-_SCHEDULER_ATTRIBUTES = (
+_SCHEDULER = (
+    "schedule",
+    "update_from_output",
+    "finish_requests",
+    "add_request",
+    "shutdown",
+    "get_num_unfinished_requests",
     "running",
     "waiting",
     "requests",
@@ -95,10 +98,21 @@ _SCHEDULER_ATTRIBUTES = (
     "lora_config",
     "scheduler_config",
     "vllm_config",
+    "structured_output_manager",
+    "_pause_state",
 )
-_REQUEST_ATTRIBUTES = (
+_REQUEST = (
+    "request_id",
+    "prompt_token_ids",
+    "num_tokens",
+    "num_tokens_with_spec",
+    "num_output_tokens",
+    "output_token_ids",
+    "append_output_token_ids",
+    "is_finished",
     "num_computed_tokens",
     "num_output_placeholders",
+    "num_nans_in_logits",
     "is_prefill_chunk",
     "num_in_flight_tokens",
     "num_stale_output_tokens",
@@ -107,15 +121,24 @@ _REQUEST_ATTRIBUTES = (
     "status",
     "arrival_time",
     "sampling_params",
+    "structured_output_request",
     "priority",
     "max_tokens",
     "lora_request",
     "resumable",
     "num_prompt_tokens",
 )
-_OUTPUT_FIELDS = (
+_SCHEDULER_OUTPUT = (
     "scheduled_new_reqs",
     "scheduled_cached_reqs",
     "num_scheduled_tokens",
     "scheduled_spec_decode_tokens",
 )
+USED: Mapping[str, tuple[str, ...]] = {
+    "Scheduler": _SCHEDULER,
+    "Request": _REQUEST,
+    "SchedulerOutput": _SCHEDULER_OUTPUT,
+    "KVCacheManager": ("get_blocks", "block_pool"),
+    "BlockPool": ("get_num_free_blocks",),
+}
+"""The names that are used, by the class of vLLM that has them."""

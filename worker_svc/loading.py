@@ -14,6 +14,7 @@ from laps_sd.service.hub import local_model
 from laps_sd.service.log import get_logger
 from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens, stored_dtype
 from laps_sd.service.tokenizer_match import check_tokenizers
+from laps_vllm.versions import VersionError
 from worker_svc.engine.interface import Engine, ModelError
 from worker_svc.engine.options import LoadOptions
 from worker_svc.engine.vllm.options import VllmOptions
@@ -143,6 +144,8 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "debug" else "WARNING")
     try:
         from worker_svc.engine.vllm.loading import load_engine
+    except VersionError as error:
+        raise StartupError(f"The model cannot be served: {error}.") from error
     except ImportError as error:
         raise StartupError(
             f"LAPS_SD_ENGINE=vllm needs vLLM in the Python environment of the worker ({error}): install vllm "

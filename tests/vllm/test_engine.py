@@ -17,13 +17,10 @@ import pytest
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
 from tokenizers import Tokenizer
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, name_blocks
-from laps_vllm.versions import VersionError
 from tests.services.worker.harness import Desk, entry
 from tests.vllm.one_core import (
     DRAFT_LEN,
@@ -51,7 +48,6 @@ from worker_svc.engine.interface import (
 )
 from worker_svc.engine.vllm.engine import VllmEngine
 from worker_svc.engine.vllm.loading import load_core
-from worker_svc.engine.vllm.names import check_engine_names
 from worker_svc.engine.vllm.parameters import TokenChooser
 
 Texts = dict[str, list[int]]
@@ -719,16 +715,3 @@ def test_a_model_that_vllm_cannot_load_is_one_sentence(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=f"vLLM cannot load {tmp_path}") as caught:
         load_core(replace(PAIR, model=tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_a_vllm_that_lacks_what_the_engine_uses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_engine_names("9.9", first_runner=True)
-    monkeypatch.delattr(EngineCore, "post_step")
-    monkeypatch.setattr(GPUModelRunner, "_sample", check_engine_names)
-
-    with pytest.raises(VersionError) as caught:
-        check_engine_names("9.9", first_runner=True)
-    assert str(caught.value) == (
-        "vLLM 9.9 has changed what LAPS-SD uses: EngineCore.post_step(model_executed), "
-        "GPUModelRunner._sample(logits, spec_decode_metadata)"
-    )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
 import math
 import os
 import random
+import re
+import subprocess
+import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +32,7 @@ from laps_vllm.metrics_page import EngineFiles, file_of
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
 from laps_vllm.prompt_features import PromptTokens
 from laps_vllm.settings import VllmSettings
-from laps_vllm.versions import SUPPORTED, VersionError, check_names, check_version
+from laps_vllm.versions import SUPPORTED, USED, VersionError, check_names, check_version
 from scheduler_svc.core.estimates import priors as priors_module
 from scheduler_svc.core.estimates.errors import Moment
 from scheduler_svc.core.estimates.priors import FORMAT, Priors
@@ -36,8 +40,10 @@ from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.estimates.sources import Guesses
 from scheduler_svc.core.events import RequestFacts, WorkerFacts
 from scheduler_svc.core.policies import policy_named
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler import Scheduler as Core
 from scheduler_svc.core.settings import CoreSettings
+
+ROOT = Path(__file__).parents[2]
 
 
 class TestHints:
@@ -70,7 +76,7 @@ class TestHints:
 
 def worker(slots: int = 1, blocks: int = 1000) -> OneWorker:
     settings = CoreSettings()
-    core = Scheduler(policy_named("laps-sd", settings), settings, Priors())
+    core = Core(policy_named("laps-sd", settings), settings, Priors())
     return OneWorker(core, WorkerFacts("w", slots, blocks, 0, 16, 4096, 4), growth_tokens=9)
 
 
@@ -552,11 +558,80 @@ class TestVersions:
             check_version("0.10.2", {})
         check_version("0.10.2", {"LAPS_SD_VLLM_UNTESTED": "1"})
 
+    @pytest.mark.parametrize("module", ["laps_vllm.scheduler", "worker_svc.engine.vllm.loading"])
+    def test_the_number_is_checked_before_anything_that_such_a_version_may_lack(
+        self, module: str, tmp_path: Path
+    ) -> None:
+        """Here it lacks all."""
+        (tmp_path / "vllm.py").write_text('__version__ = "0.10.2"')
+        code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {module}"
+        ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+        assert "VersionError: LAPS-SD supports vLLM 0.32 and 0.33, and this is vLLM 0.10.2" in ended.stderr
+
     def test_missing_names_are_listed_together(self) -> None:
-        with pytest.raises(
-            VersionError, match=r"Scheduler\.schedule, .*SchedulerOutput\.num_scheduled_tokens"
-        ):
-            check_names(TestHints, TestHints, TestHints, "9.9.9")
+        with pytest.raises(VersionError) as caught:
+            check_names("9.9.9", Scheduler, Request)
+        message = str(caught.value)
+
+        assert message.startswith("vLLM 9.9.9 has changed what LAPS-SD uses: Scheduler.update_from_output, ")
+        assert "Scheduler._preempt_request(request, timestamp, drop_stale_output)" in message
+        assert message.endswith("Request.resumable")
+        assert not re.search(r"\.(schedule|running|num_tokens|num_prompt_tokens)\b", message)
+
+    @pytest.mark.parametrize(
+        ("owner", "variables", "files"),
+        [
+            ("Scheduler", {"self"}, ["laps_vllm/pausing.py", "laps_vllm/scheduler.py"]),
+            ("Scheduler", {"self"}, ["laps_vllm/pausing.py", "worker_svc/engine/vllm/scheduler.py"]),
+            ("Request", {"request", "session"}, ["laps_vllm/pausing.py", "laps_vllm/scheduler.py"]),
+        ],
+    )
+    def test_all_that_is_used_is_looked_up(self, owner: str, variables: set[str], files: list[str]) -> None:
+        classes = [
+            one
+            for file in files
+            for one in ast.walk(ast.parse((ROOT / file).read_text()))
+            if isinstance(one, ast.ClassDef) and one.name in ("Pausing", "Laps", "Rounds")
+        ]
+        used = {
+            one.attr
+            for one in walked(classes)
+            if isinstance(one, ast.Attribute)
+            and isinstance(one.value, ast.Name)
+            and one.value.id in variables
+        }
+        own = {one.name for one in walked(classes) if isinstance(one, ast.FunctionDef)}
+        own |= {
+            target.attr
+            for one in walked(classes)
+            if isinstance(one, ast.Assign | ast.AnnAssign)
+            for target in walked(one.targets if isinstance(one, ast.Assign) else [one.target])
+            if isinstance(target, ast.Attribute)
+        }
+        own |= {"clock", "_preempt_request"}  # the latter with its parameters
+
+        assert used - own <= set(USED[owner])
+        assert len(classes) == 2
+
+
+def walked(trees: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    for tree in trees:
+        yield from ast.walk(tree)
+
+
+class Scheduler:
+    def schedule(self) -> None:
+        self.running: list[int] = []
+
+
+class Request:
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return 0
 
 
 class TestKnownFaults:

@@ -1,4 +1,6 @@
-"""Loading of vLLM's engine core for the engine over it."""
+"""Loading of vLLM's engine core for the engine over it. The import raises VersionError with a vLLM that is not supported."""
+
+# ruff: noqa: E402 -- another version of vLLM may lack what is imported: its number is checked before
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+
+from laps_vllm.versions import VersionError, check_names, check_version
+
+check_version(vllm.__version__)
+
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -20,7 +29,6 @@ from vllm.v1.request import Request
 from laps_sd.service.model_dir import end_ids, served_name
 from laps_sd.service.tokenizer_match import vocabulary_digest
 from laps_vllm import known_faults
-from laps_vllm.versions import VersionError, check_names, check_version
 from worker_svc.engine.facts import model_words, stored_parameters
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.length_probe.probe import LengthProbe
@@ -51,8 +59,7 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
     Raises ModelError in one sentence.
     """
     try:
-        check_version(vllm.__version__)
-        check_names(Scheduler, Request, SchedulerOutput, vllm.__version__)
+        check_names(vllm.__version__, Scheduler, Request, SchedulerOutput, KVCacheManager, BlockPool)
     except VersionError as error:
         raise ModelError(str(error)) from error
     core, chooser = load_core(options)

@@ -19,7 +19,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend, Guidance
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from laps_vllm.versions import refuse_missing, unset_attributes
+from laps_vllm.versions import missing_names, refuse_missing
 
 __all__ = ["check_engine_names"]
 
@@ -69,7 +69,7 @@ def _missing(first_runner: bool) -> Iterator[str]:
         if found is None or tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
             yield f"{owner.__name__}.{name}({', '.join(parameters[1:])})"
     for owner, attributes in _ATTRIBUTES:
-        yield from unset_attributes(owner, owner.__name__, attributes)
+        yield from missing_names(owner, attributes)
     if "_grammar" not in StructuredOutputRequest.__dataclass_fields__:
         yield "StructuredOutputRequest._grammar"
     for name in ("ll_matcher", "ll_tokenizer", "vocab_size", "terminated", "rollback_lag"):
