@@ -1,4 +1,4 @@
-"""LAPS-SD inside one vLLM server: `vllm serve MODEL --scheduler-cls laps_vllm.scheduler.LapsScheduler`.
+"""LAPS-SD inside one vLLM server: `vllm serve MODEL --scheduler-cls laps_vllm.LapsScheduler`.
 
 The scheduling core and `choose` decide the requests of each step; `Pausing` makes vLLM's scheduler run them.
 `--max-num-active-seqs` is the size of a step, `--max-num-seqs` the number of resident requests (running and

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm import PoolingParams, SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
@@ -61,6 +62,10 @@ def test_the_class_follows_async_scheduling(asynchronous: bool) -> None:
     expected = LapsAsyncScheduler if asynchronous else LapsSyncScheduler
 
     assert type(laps(asynchronous=asynchronous).scheduler) is expected
+
+
+def test_vllm_finds_it_by_its_short_name() -> None:
+    assert resolve_obj_by_qualname("laps_vllm.LapsScheduler") is LapsScheduler
 
 
 @BOTH
