@@ -36,6 +36,8 @@ from tests.vllm.virtual import BLOCK, DEMO, MODEL_LENGTH, Job, Server, burst, ru
 
 PAIR = AutoTokenizer.from_pretrained(DEMO / "target")
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+OF_VLLM = pytest.mark.parametrize("policy", ["fcfs", "priority"])
+"""vLLM's own `--scheduling-policy`, which stays in force for whom it preempts itself."""
 
 
 def laps(**options: Any) -> Server:
@@ -66,6 +68,21 @@ def test_the_class_follows_async_scheduling(asynchronous: bool) -> None:
 
 def test_vllm_finds_it_by_its_short_name() -> None:
     assert resolve_obj_by_qualname("laps_vllm.LapsScheduler") is LapsScheduler
+
+
+def test_a_data_parallel_rank_keeps_and_reads_a_file_of_its_own_and_has_its_own_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAPS_SD_LEARNT_FILE", str(tmp_path / "learnt.json"))
+    for rank, length in ((0, 4), (1, 40)):
+        server = laps(rank=rank)
+        serve(server, Job(0, 16, length, kind=f"of rank {rank}"))
+        assert server.scheduler._publisher.metrics.engine == str(rank)
+        server.scheduler.shutdown()
+
+    for rank in (0, 1):
+        learnt = laps(rank=rank).scheduler.one_worker.core.priors.to_dict()
+        assert list(learnt["classes"]) == [f"of rank {rank}"]
 
 
 @BOTH
@@ -128,9 +145,14 @@ def test_the_oldest_request_begins_though_its_prompt_fills_a_step_and_others_alw
 
 
 @BOTH
-def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(asynchronous: bool) -> None:
-    server = laps(slots=4, residents=16, blocks=45, asynchronous=asynchronous)
-    jobs = [replace(job, prompt=min(job.prompt, 100)) for job in burst(40, seed=5)]
+@OF_VLLM
+def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(
+    policy: str, asynchronous: bool
+) -> None:
+    server = laps(slots=4, residents=16, blocks=45, asynchronous=asynchronous, policy=policy)
+    jobs = [
+        replace(job, prompt=min(job.prompt, 100), priority=at % 3) for at, job in enumerate(burst(40, seed=5))
+    ]
 
     run(server, jobs, check=True)
 
@@ -174,9 +196,10 @@ def test_a_model_that_keeps_no_kv_fills_its_steps() -> None:
 
 
 @BOTH
-def test_a_higher_priority_goes_first(asynchronous: bool) -> None:
+@OF_VLLM
+def test_a_higher_priority_goes_first(policy: str, asynchronous: bool) -> None:
     """In vLLM the smaller number is the higher priority."""
-    server = laps(slots=1, residents=8, asynchronous=asynchronous)
+    server = laps(slots=1, residents=8, asynchronous=asynchronous, policy=policy)
     low = server.add(Job(0, 16, 40, priority=5))
     high = server.add(Job(0, 16, 200, priority=0))
     while server.busy:

@@ -90,6 +90,7 @@ def config_of(
     tokenizer: bool = False,
     keeps_kv: bool = True,
     chunked: bool = True,
+    rank: int = 0,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     model = ModelConfig(
         model=str(DEMO / "target"),
@@ -98,6 +99,7 @@ def config_of(
         skip_tokenizer_init=not tokenizer,
     )
     parallel = ParallelConfig()
+    parallel.data_parallel_index = rank
     speculative = SpeculativeConfig(
         target_model_config=model,
         target_parallel_config=parallel,
@@ -150,6 +152,7 @@ class Server:
         tokenizer: bool = False,
         keeps_kv: bool = True,
         chunked: bool = True,
+        rank: int = 0,
     ) -> None:
         config, kv = config_of(
             slots=slots,
@@ -160,6 +163,7 @@ class Server:
             tokenizer=tokenizer,
             keeps_kv=keeps_kv,
             chunked=chunked,
+            rank=rank,
         )
         cls = cls or (AsyncScheduler if asynchronous else Scheduler)
         init_none_hash(sha256)
