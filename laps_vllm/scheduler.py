@@ -31,7 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from laps_sd import __version__
 from laps_sd.contract.ends import End
-from laps_sd.service.config import load
+from laps_sd.service.config import load, unknown_sentences
 from laps_vllm import known_faults
 from laps_vllm.hints import hints_of
 from laps_vllm.learnt_file import LearntFile
@@ -135,7 +135,7 @@ class Laps(Pausing):
             "async" if isinstance(self, AsyncScheduler) else "synchronous",
             self.num_spec_tokens,
         )
-        for warning in known_faults.warnings(self.vllm_config, vllm.__version__):
+        for warning in (*unknown_sentences(), *known_faults.warnings(self.vllm_config, vllm.__version__)):
             logger.warning("LAPS-SD: %s", warning)
         if self.max_num_running_reqs <= facts.slots:
             logger.warning(

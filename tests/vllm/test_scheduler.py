@@ -85,6 +85,26 @@ def test_a_data_parallel_rank_keeps_and_reads_a_file_of_its_own_and_has_its_own_
         assert list(learnt["classes"]) == [f"of rank {rank}"]
 
 
+def log_of_a_start(caplog: pytest.LogCaptureFixture, **options: Any) -> str:
+    logger = logging.getLogger("vllm.laps_sd")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level("INFO", logger.name):
+        laps(**options)
+    logger.removeHandler(caplog.handler)
+    return caplog.text
+
+
+def test_the_log_names_a_setting_that_is_misspelt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LAPS_SD_LEARNT_FIEL", "/tmp/learnt.json")
+
+    assert (
+        "LAPS_SD_LEARNT_FIEL is not a setting of LAPS-SD and has no effect; did you mean LAPS_SD_LEARNT_FILE?"
+        in log_of_a_start(caplog)
+    )
+
+
 @BOTH
 def test_a_short_request_pauses_a_long_one_which_keeps_its_kv(asynchronous: bool) -> None:
     server = laps(slots=1, residents=4, asynchronous=asynchronous)
@@ -727,13 +747,8 @@ class TestLengthsArePredictedFromTokenIds:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setenv("LAPS_SD_PREDICT_LENGTHS", setting)
-        logger = logging.getLogger("vllm.laps_sd")
-        logger.addHandler(caplog.handler)
-        with caplog.at_level("INFO", logger.name):
-            laps(tokenizer=tokenizer)
-        logger.removeHandler(caplog.handler)
 
-        assert f"lengths are {said};" in caplog.text
+        assert f"lengths are {said};" in log_of_a_start(caplog, tokenizer=tokenizer)
 
     def test_what_was_learnt_survives_a_restart(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
