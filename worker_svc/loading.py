@@ -172,13 +172,20 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
                 adapters=_adapters(settings),
                 speculative=speculative,
                 arguments=arguments,
-            )
+            ),
+            _end_for_a_lost_rank,
         )
     except ModelError as error:
         raise StartupError(f"The model cannot be served: {error}.") from error
     for sentence in warnings:
         log.warning("a known fault of vLLM", fault=sentence)
     return engine
+
+
+def _end_for_a_lost_rank() -> None:
+    """End this process, the engine's own. No round can fail while none runs, and requests would be sent to it."""
+    log.error("a process of vLLM's has ended, and the engine cannot go on without it")
+    os._exit(1)
 
 
 def _adapters(settings: WorkerSettings) -> dict[str, Path]:

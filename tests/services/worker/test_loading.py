@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[VllmOptions]:
     """Return the options that reach the loading of vLLM, which is not here."""
     taken: list[VllmOptions] = []
 
-    def load_engine(options: VllmOptions) -> tuple[object, tuple[str, ...]]:
+    def load_engine(options: VllmOptions, _: Callable[[], None]) -> tuple[object, tuple[str, ...]]:
         taken.append(options)
         if options.slots == 7:
             raise ModelError("vLLM cannot load it: no")

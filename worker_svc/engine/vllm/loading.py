@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,19 @@ CPU_BLOCK_SIZE = 32
 MAX_LOGPROBS = 64
 
 
-def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
+def load_engine(
+    options: VllmOptions, on_lost_rank: Callable[[], None] | None = None
+) -> tuple[VllmEngine, tuple[str, ...]]:
     """Load a model into vLLM and return its engine, and warnings: sentences on known faults of this vLLM.
 
-    Raises ModelError in one sentence.
+    `on_lost_rank` is called in a thread of vLLM's when a process of one of several ranks has ended. Raises ModelError
+    in one sentence.
     """
     try:
         check_names(vllm.__version__, Scheduler, Request, SchedulerOutput, KVCacheManager, BlockPool)
     except VersionError as error:
         raise ModelError(str(error)) from error
-    core, chooser = load_core(options)
+    core, chooser = load_core(options, on_lost_rank)
     adapters = load_adapters(core, options.adapters)
     tokenizer = load_tokenizer(options.model)
     rules = rules_for(core.vllm_config, chooser)
@@ -86,7 +89,9 @@ def load_engine(options: VllmOptions) -> tuple[VllmEngine, tuple[str, ...]]:
     return engine, tuple(_warnings(core.vllm_config, chooser))
 
 
-def load_core(options: VllmOptions) -> tuple[EngineCore, TokenChooser]:
+def load_core(
+    options: VllmOptions, on_lost_rank: Callable[[], None] | None = None
+) -> tuple[EngineCore, TokenChooser]:
     """Return vLLM's core with the model loaded, and what chooses tokens in it. Raises ModelError."""
     known = {one.name for one in fields(EngineArgs)}
     for name in options.arguments:
@@ -104,7 +109,8 @@ def load_core(options: VllmOptions) -> tuple[EngineCore, TokenChooser]:
 
             config.model_config.logits_processors = [PATH]
         check_engine_names(vllm.__version__, first_runner=chooser is TokenChooser.REPLACED)
-        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        executor = Executor.get_class(config)
+        core = EngineCore(config, executor, log_stats=False, executor_fail_callback=on_lost_rank)
         bound_formats(core)
         return core, chooser
     except ModelError:

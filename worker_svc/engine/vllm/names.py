@@ -24,6 +24,11 @@ from laps_vllm.versions import missing_names, refuse_missing
 __all__ = ["check_engine_names"]
 
 _METHODS = (
+    (
+        EngineCore,
+        "__init__",
+        ("self", "vllm_config", "executor_class", "log_stats", "executor_fail_callback"),
+    ),
     (EngineCore, "preprocess_add_request", ("self", "request")),
     (EngineCore, "add_request", ("self", "request", "request_wave")),
     (EngineCore, "abort_requests", ("self", "request_ids")),
