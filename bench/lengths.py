@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         about={"data": [str(file) for file in options.data], "by": options.by, "seeds": options.seeds},
         json_file=options.json,
         summary=f"{len(streams)} streams, {options.seeds} orders each",
-        met=True,
+        met=None,
     )
 
 

@@ -130,15 +130,18 @@ def finish(
     *,
     json_file: Path | None,
     summary: str,
-    met: bool,
+    met: bool | None,
     about: Mapping[str, Any] | None = None,
 ) -> int:
     """Write the rows (and `about` them), each on a line of its own; print the summary line, return the exit
-    code.
+    code. `met`: None if the benchmark has no goal.
     """
     if json_file is not None:
         head = "" if about is None else f'"about": {json.dumps(about)},\n'
         lines = ",\n".join(json.dumps(row) for row in rows)
         json_file.write_text(f'{{{head}"rows": [\n{lines}\n]}}\n')
+    if met is None:
+        print(f"no goal: {summary}")
+        return 0
     print(("goal met: " if met else "GOAL MISSED: ") + summary)
     return 0 if met else 1

@@ -143,9 +143,12 @@ class TestWorkloads:
 
 
 class TestBenchLengths:
-    def test_it_compares_the_estimators_on_each_stream(self, recorded: Path, tmp_path: Path) -> None:
+    def test_it_compares_the_estimators_on_each_stream(
+        self, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         result = tmp_path / "lengths.json"
         assert main(["--data", str(recorded), "--seeds", "1", "--json", str(result)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith("no goal: ")
         found = {
             (row["estimator"], row["after"]): row
             for row in json.loads(result.read_text())["rows"]
