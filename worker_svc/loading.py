@@ -149,7 +149,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
     except ImportError as error:
         raise StartupError(
             f"LAPS_SD_ENGINE=vllm needs vLLM in the Python environment of the worker ({error}): install vllm "
-            "there, or start the worker with an interpreter that has it."
+            "there, or start the worker with an interpreter that has it (laps-sd up --worker-python)."
         ) from error
     residents = settings.vllm_residents or RESIDENTS_PER_SLOT * settings.slots
     try:

@@ -115,7 +115,7 @@ def test_without_vllm_the_sentence_names_the_environment(
     loaded: list[VllmOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "worker_svc.engine.vllm.loading", None)
-    with pytest.raises(StartupError, match="LAPS_SD_ENGINE=vllm needs vLLM in the Python environment"):
+    with pytest.raises(StartupError, match=r"needs vLLM in the Python environment .* --worker-python"):
         load(vllm(target=Path(DEMO / "target")))
 
 
