@@ -10,8 +10,8 @@ import re
 CELL = re.compile(r"(<tr>\s*)?<td\b.*?</td>", re.DOTALL)
 TAG_OR_WORD = re.compile(r"<[^>]*>|[^<\s]+")
 AFTER_MARK = re.compile(r"(?<=[_./,:=])(?![_./,:=]|$)")
-WHOLE = 12
-"""Characters up to which a word stays whole."""
+WHOLE = 18
+"""Characters up to which a word stays whole; with 24, tables of two pages scroll at 1280 pixels."""
 WHOLE_IN_FIRST = 36
 """The same in the first column, which has the names that readers look for."""
 
