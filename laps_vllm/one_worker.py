@@ -17,7 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, WorkerState, choose
+from laps_sd.contract.choose import (
+    NEW_CLOCK,
+    Candidate,
+    Choice,
+    Residency,
+    SharedBlocks,
+    WorkerState,
+    choose,
+)
 from laps_sd.contract.ends import End
 from laps_vllm.merged_steps import MergedSteps, Step
 from scheduler_svc.core.commands import Assign, AssignEntry, Drop
@@ -43,14 +51,14 @@ ROWS_PER_STEP = 8
 
 
 class RequestNow(NamedTuple):
-    """State of a request at a step boundary, as the engine knows it. Of blocks that several requests hold, and of the
-    tokens in them, each has its part.
-    """
+    """State of a request at a step boundary, as the engine knows it."""
 
     tokens: int
     """Context length: prompt and outputs."""
     blocks: int
     """KV blocks that it holds on the device."""
+    shared: tuple[SharedBlocks, ...] = ()
+    """Those of these that other requests hold as well."""
 
 
 class OneWorker:
@@ -304,6 +312,7 @@ def _candidate(entry: AssignEntry, now: RequestNow, ran: bool) -> Candidate:
         now.tokens,
         now.blocks,
         0,
+        now.shared,
     )
 
 
@@ -321,4 +330,5 @@ def _with_running(one: Candidate, running: bool) -> Candidate:
         one.tokens,
         one.target_blocks,
         one.draft_blocks,
+        one.shared,
     )

@@ -15,13 +15,14 @@ by a preemption and at the end. `max_num_seqs` bounds the resident requests (run
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
+
+from laps_sd.contract.choose import SharedBlocks, shared_runs
 
 __all__ = ["RUNNING", "Pausing", "Row", "Window", "schedules_ahead"]
 
@@ -95,10 +96,6 @@ class Window(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self.all.values()))
-
-
-def _is_its_own(block: Any) -> bool:
-    return bool(block.ref_cnt <= 1)
 
 
 class Row(NamedTuple):
@@ -267,16 +264,13 @@ class Pausing:
         groups: tuple[Sequence[object], ...] = self.kv_cache_manager.get_blocks(request.request_id).blocks
         return max(map(len, groups), default=0)
 
-    def spared_blocks(self, request: Request) -> int:
-        """Return how many fewer KV blocks a request takes because it shares the first ones with others: of a
-        beginning that n requests hold, each takes one n-th.
-        """
+    def shared_blocks(self, request: Request) -> tuple[SharedBlocks, ...]:
+        """Return the KV blocks of a request that others hold as well."""
         if not request.num_computed_tokens or self._groups > 1:
-            return 0
+            return ()
         [blocks] = self.kv_cache_manager.get_blocks(request.request_id).blocks
-        # Who holds a block holds all before it, so no block has more holders than the one before.
-        shared = bisect_left(blocks, True, key=_is_its_own)
-        return shared - -(-shared // blocks[shared - 1].ref_cnt) if shared else 0
+        runs = shared_runs(len(blocks), lambda at: blocks[at].ref_cnt)
+        return tuple([SharedBlocks(blocks[begin].block_id, end - begin, 0) for begin, end in runs])
 
     def free_blocks(self) -> int:
         """Return the free KV blocks for each KV cache group, and those that are free once the steps in flight are

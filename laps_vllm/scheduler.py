@@ -277,10 +277,9 @@ class Laps(Pausing):
         known = self._known.get(request_id)
         if known is not None and known[0] is status and known[1] == tokens and known[2] == computed:
             return known[3]
-        held, spared = self.held_blocks(request), self.spared_blocks(request)
-        if spared:  # until others come or go
-            return RequestNow(tokens - spared * self.block_size, held - spared)
-        now = RequestNow(tokens, held)
+        now = RequestNow(tokens, self.held_blocks(request), self.shared_blocks(request))
+        if now.shared:  # until others come or go
+            return now
         self._known[request_id] = (status, tokens, computed, now)
         return now
 

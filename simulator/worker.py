@@ -17,7 +17,16 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from laps_sd.contract.choose import NEW_CLOCK, Candidate, Choice, Residency, WorkerState, choose
+from laps_sd.contract.choose import (
+    NEW_CLOCK,
+    Candidate,
+    Choice,
+    Residency,
+    SharedBlocks,
+    WorkerState,
+    choose,
+    shared_runs,
+)
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
 from laps_sd.contract.round_time import prefill_time_s
 from scheduler_svc.core.commands import AssignEntry
@@ -225,6 +234,7 @@ class VirtualWorker:
                     held.job.prompt_tokens + held.emitted,
                     held.blocks,
                     held.blocks if has_draft_pool else 0,
+                    self._shared(held),
                 )
             )
         choice = choose(
@@ -242,6 +252,18 @@ class VirtualWorker:
         self._latched = choice.kv_latched
         self._reserve_clock = choice.reserve_clock
         return choice
+
+    def _shared(self, held: HeldRequest) -> tuple[SharedBlocks, ...]:
+        """Return the blocks of a request that others hold as well."""
+        names, used = held.names, self.cache.used
+        target = self._name_blocks
+        draft = target if self.facts.draft_blocks else 0
+        return tuple(
+            [
+                SharedBlocks(names[begin], (end - begin) * target, (end - begin) * draft)
+                for begin, end in shared_runs(held.named, lambda at: used[names[at]])
+            ]
+        )
 
     def _evict(self, request_ids: Sequence[str]) -> tuple[tuple[ResidencyChange, ...], int]:
         """Free the KV of requests; return the changes for the report, and the tokens moved to the host."""

@@ -6,7 +6,7 @@ worker at the moment of the round: slots, KV blocks, hysteresis, the reserved sh
 
 Terms: a candidate is *resident* when its KV is on the device, *waiting* when it did not take part in the
 previous round. Its *cost* is `index_s`, plus `resume_cost_s` if it is not resident; candidates are compared
-by `(rank_class, cost, request_id)`, smaller first.
+by `(rank_class, cost, request_id)`, smaller first. KV blocks that several residents *share* count once.
 
 Invariants
   * Standard library only: no clock, no I/O, no randomness. Equal arguments give equal results, in any order
@@ -21,7 +21,8 @@ The paper covers none of this; every rule below is our choice.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -37,6 +38,31 @@ class Residency(enum.IntEnum):
 ON_HOST: Final = Residency.HOST
 ON_DEVICE: Final = Residency.DEVICE
 """Compiled, such a name costs no look-up; so what compares them for each request of each round uses these."""
+
+
+class SharedBlocks(NamedTuple):
+    """KV blocks that follow one another in the contexts of several requests, each of which holds all of them."""
+
+    name: int
+    """The same for each of these requests."""
+    target_blocks: int
+    draft_blocks: int
+
+
+def shared_runs(blocks: int, holders: Callable[[int], int]) -> list[tuple[int, int]]:
+    """Return begin and end of each run of the first of `blocks` blocks of a context that have the same holders, two
+    or more.
+
+    `holders` returns how many requests hold a block. A request that holds a block holds all before it, so these
+    numbers only fall.
+    """
+    runs: list[tuple[int, int]] = []
+    begin = 0
+    while begin < blocks and (count := holders(begin)) > 1:
+        end = begin + bisect_right(range(begin, blocks), -count, key=lambda at: -holders(at))
+        runs.append((begin, end))
+        begin = end
+    return runs
 
 
 @final
@@ -66,6 +92,8 @@ class Candidate:
     target_blocks: Final[int]
     """KV blocks of the target pool that it holds on the device."""
     draft_blocks: Final[int]
+    shared: Final[tuple[SharedBlocks, ...]]
+    """Those of its blocks that other requests hold as well."""
 
     def __init__(
         self,
@@ -80,6 +108,7 @@ class Candidate:
         tokens: int,
         target_blocks: int,
         draft_blocks: int,
+        shared: tuple[SharedBlocks, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.rank_class = rank_class
@@ -92,6 +121,7 @@ class Candidate:
         self.tokens = tokens
         self.target_blocks = target_blocks
         self.draft_blocks = draft_blocks
+        self.shared = shared
 
 
 class ReserveClock(NamedTuple):
@@ -260,17 +290,17 @@ def _is_latched(entries: Sequence[_Entry], worker: WorkerState) -> bool:
     Pressure is the KV on the device, with this round's growth of the running requests, as a share of the
     fuller pool.
     """
-    target = draft = 0
+    room = _Room(worker.target_blocks, worker.draft_blocks)
     for entry in entries:
-        candidate = entry.candidate
-        if candidate.running:
-            target += entry.target
-            draft += entry.draft
+        if entry.candidate.running:
+            room.take(entry)
         else:
-            target += candidate.target_blocks
-            draft += candidate.draft_blocks
+            room.keep(entry.candidate)
     threshold = LATCH_OFF if worker.kv_latched else LATCH_ON
-    return target > threshold * worker.target_blocks or draft > threshold * worker.draft_blocks
+    return (
+        worker.target_blocks - room.target > threshold * worker.target_blocks
+        or worker.draft_blocks - room.draft > threshold * worker.draft_blocks
+    )
 
 
 def _clock_now(worker: WorkerState, entries: Sequence[_Entry]) -> ReserveClock:
@@ -311,6 +341,68 @@ def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Sele
 
 
 @final
+class _Room:
+    """Blocks of both pools that are left. Blocks that several requests share are taken once, and left when the last
+    of these gives them back.
+    """
+
+    def __init__(self, target: int, draft: int) -> None:
+        self.target = target
+        self.draft = draft
+        self._holders: dict[SharedBlocks, int] = {}
+
+    def take(self, entry: _Entry) -> None:
+        """Take what a request needs in this round."""
+        self._add(entry.candidate.shared, entry.target, entry.draft)
+
+    def keep(self, candidate: Candidate) -> None:
+        """Take what a request holds."""
+        self._add(candidate.shared, candidate.target_blocks, candidate.draft_blocks)
+
+    def give_back(self, entry: _Entry) -> None:
+        """Undo a `take`."""
+        self._remove(entry.candidate.shared, entry.target, entry.draft)
+
+    def evict(self, candidate: Candidate) -> None:
+        """Undo a `keep`."""
+        self._remove(candidate.shared, candidate.target_blocks, candidate.draft_blocks)
+
+    def take_if_it_fits(self, entry: _Entry) -> bool:
+        """Take what a request needs in this round if that much is left; return whether it is."""
+        self.take(entry)
+        if self.target >= 0 and self.draft >= 0:
+            return True
+        self.give_back(entry)
+        return False
+
+    def copy(self) -> _Room:
+        """Return an independent copy."""
+        room = _Room(self.target, self.draft)
+        room._holders = self._holders.copy()
+        return room
+
+    def _add(self, shared: tuple[SharedBlocks, ...], target: int, draft: int) -> None:
+        for run in shared:
+            others = self._holders.get(run, 0)
+            self._holders[run] = others + 1
+            if others:
+                target -= run.target_blocks
+                draft -= run.draft_blocks
+        self.target -= target
+        self.draft -= draft
+
+    def _remove(self, shared: tuple[SharedBlocks, ...], target: int, draft: int) -> None:
+        for run in shared:
+            others = self._holders[run] - 1
+            self._holders[run] = others
+            if others:
+                target -= run.target_blocks
+                draft -= run.draft_blocks
+        self.target += target
+        self.draft += draft
+
+
+@final
 class _Selection:
     """Chosen entries (`_Entry.chosen`), and the slots and blocks of both pools that are left.
 
@@ -320,45 +412,40 @@ class _Selection:
     def __init__(self, worker: WorkerState, entries: list[_Entry]) -> None:
         self._entries = entries
         self._slots = worker.slots
-        self._target = worker.target_blocks
-        self._draft = worker.draft_blocks
+        self._room = _Room(worker.target_blocks, worker.draft_blocks)
         self.victims: list[_Entry] = []
         """Chosen requests that may be displaced, worst last: they ran, are not pinned and not in the reserved
         share."""
 
     def add_if_it_fits(self, entry: _Entry) -> bool:
-        if self._slots == 0 or entry.target > self._target or entry.draft > self._draft:
+        if self._slots == 0 or not self._room.take_if_it_fits(entry):
             return False
         entry.chosen = True
         self._slots -= 1
-        self._target -= entry.target
-        self._draft -= entry.draft
         return True
 
     def displace_for(self, entry: _Entry) -> bool:
         """Replace the worst running requests by `entry`, if it beats each of them; return whether it did."""
-        slots, target, draft = self._slots, self._target, self._draft
-        count = 0
-        while slots == 0 or entry.target > target or entry.draft > draft:
-            if count == len(self.victims):
-                return False
-            count += 1
-            victim = self.victims[-count]
-            slots += 1
-            target += victim.target
-            draft += victim.draft
-            if not self._beats(entry, victim, target - entry.target, draft - entry.draft):
-                return False
+        room, count = self._room, 0
+        while self._slots + count == 0 or not room.take_if_it_fits(entry):
+            if count < len(self.victims):
+                count += 1
+                victim = self.victims[-count]
+                room.give_back(victim)
+                if self._beats(entry, victim):
+                    continue
+            for victim in self.victims[len(self.victims) - count :]:
+                room.take(victim)
+            return False
         for victim in self.victims[-count:]:
             victim.chosen = False
         del self.victims[-count:]
-        self._slots, self._target, self._draft = slots, target, draft
-        return self.add_if_it_fits(entry)
+        entry.chosen = True
+        self._slots += count - 1
+        return True
 
-    def _beats(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
-        """Return whether `entry` may displace `victim`, with `target_left` and `draft_left` blocks left once
-        it runs instead.
-        """
+    def _beats(self, entry: _Entry, victim: _Entry) -> bool:
+        """Return whether `entry` may displace `victim`, whose blocks are given back."""
         waits, runs = entry.candidate, victim.candidate
         if waits.rank_class != runs.rank_class:
             return waits.rank_class < runs.rank_class
@@ -367,40 +454,40 @@ class _Selection:
             return False
         # The costs of both: `entry` pays its set-up, and `victim` will pay for its KV if it loses it.
         with_eviction = waits.index_s * (1 + HYSTERESIS_EVICTING) + setup + runs.resume_cost_s
-        return with_eviction < runs.index_s or not self._would_evict(entry, victim, target_left, draft_left)
+        return with_eviction < runs.index_s or not self._would_evict(entry, victim)
 
-    def _would_evict(self, entry: _Entry, victim: _Entry, target_left: int, draft_left: int) -> bool:
-        """Return whether `victim` loses its KV.
+    def _would_evict(self, entry: _Entry, victim: _Entry) -> bool:
+        """Return whether `victim` loses its KV once `entry` runs instead.
 
         Eviction is worst rank first, so only requests of better rank are certain to keep theirs.
         """
+        room = self._room.copy()
+        room.take(entry)
         for other in self._entries:
             if other is victim:
                 break
             if not other.chosen and other is not entry:
-                target_left -= other.candidate.target_blocks
-                draft_left -= other.candidate.draft_blocks
-        return target_left < victim.candidate.target_blocks or draft_left < victim.candidate.draft_blocks
+                room.keep(other.candidate)
+        room.keep(victim.candidate)
+        return room.target < 0 or room.draft < 0
 
     def evictions(self) -> list[str]:
         """Return the requests to evict: only as many as the missing blocks need, worst rank first, never a
         running one.
         """
-        target, draft = self._target, self._draft
+        room = self._room
         for entry in self._entries:
             if not entry.chosen:
-                target -= entry.candidate.target_blocks
-                draft -= entry.candidate.draft_blocks
+                room.keep(entry.candidate)
         evicted: list[str] = []
         for entry in reversed(self._entries):
-            if target >= 0 and draft >= 0:
+            if room.target >= 0 and room.draft >= 0:
                 break
             paused = entry.candidate
             # Evicting a request without blocks in the pool that is short would gain nothing.
             if not entry.chosen and (
-                (target < 0 and paused.target_blocks) or (draft < 0 and paused.draft_blocks)
+                (room.target < 0 and paused.target_blocks) or (room.draft < 0 and paused.draft_blocks)
             ):
-                target += paused.target_blocks
-                draft += paused.draft_blocks
+                room.evict(paused)
                 evicted.append(paused.request_id)
         return evicted

@@ -1,6 +1,8 @@
 """`laps_sd.contract.choose`: each rule one test, then what must hold for anything."""
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -14,9 +16,11 @@ from laps_sd.contract.choose import (
     Choice,
     ReserveClock,
     Residency,
+    SharedBlocks,
     WorkerState,
     choose,
     reserved_slots,
+    shared_runs,
 )
 
 BLOCK = 16
@@ -416,6 +420,66 @@ class TestMemory:
         assert choose(who, place(1, blocks=13, draft_blocks=21)).evict == ("b",)
 
 
+class TestSharedBlocks:
+    """Requests of 7 blocks each, of which the first 5 are the same."""
+
+    START = (SharedBlocks(3, 5, 5),)
+
+    def test_they_count_once(self) -> None:
+        three = [running(name, shared=self.START) for name in "abc"]
+        assert choose(three, place(3, blocks=11)).run == ("a", "b", "c")
+        assert choose(three, place(3, blocks=10)).run == ("a", "b")
+
+    def test_in_each_pool(self) -> None:
+        of_target = (SharedBlocks(3, 5, 0),)
+        two = [running(name, shared=of_target) for name in "ab"]
+        assert choose(two, place(2, blocks=9, draft_blocks=14)).run == ("a", "b")
+        assert choose(two, place(2, blocks=9, draft_blocks=13)).run == ("a",)
+
+    def test_parts_of_parts(self) -> None:
+        longer = (SharedBlocks(3, 3, 3), SharedBlocks(8, 2, 2))
+        who = [running("a", shared=longer), running("b", shared=longer), running("c", shared=longer[:1])]
+        assert len(choose(who, place(3, blocks=3 + 2 + 2 + 2 + 4)).run) == 3
+        assert len(choose(who, place(3, blocks=3 + 2 + 2 + 2 + 3)).run) == 2
+
+    def test_one_without_kv_counts_as_a_whole(self) -> None:
+        two = [running(name, shared=self.START) for name in "ab"]
+        assert choose([*two, candidate("c")], place(3, blocks=16)).run == ("a", "b", "c")
+        assert choose([*two, candidate("c")], place(3, blocks=15)).run == ("a", "b")
+
+    def test_the_last_that_holds_them_counts_them(self) -> None:
+        """9 of 9 blocks are held. The first eviction frees 2, the second one 7."""
+        two = [resident(name, index_s, shared=self.START) for name, index_s in (("a", 5.0), ("b", 6.0))]
+        for needed, gone in ((1, ("b",)), (2, ("b",)), (3, ("b", "a"))):
+            one = running("c", blocks=0, tokens=16 * needed - GROWTH + 1)
+            assert choose([*two, one], place(1, blocks=9)).evict == gone
+
+    def test_a_displaced_one_leaves_its_own(self) -> None:
+        """3 of 12 blocks are free. The worse of two leaves 2 of its own."""
+        two = [running(name, index_s, shared=self.START) for name, index_s in (("a", 5.0), ("b", 6.0))]
+        for needed, run in ((3, ("c", "a", "b")), (5, ("c", "a")), (6, ("c",))):
+            one = candidate("c", tokens=16 * needed - GROWTH + 1)
+            assert choose([*two, one], place(3, blocks=12)).run == run
+
+    def test_one_that_displaces_none_leaves_them_as_they_were(self) -> None:
+        """The large one beats one of two, which leaves too little. Then 7 blocks are free for the small one."""
+        two = [running("a", 0.5, shared=self.START), running("b", 6.0, shared=self.START)]
+        large, small = candidate("c", 1.0, tokens=300), candidate("d", 7.0)
+        assert choose([*two, large, small], place(3, blocks=16)).run == ("a", "b", "d")
+
+    def test_they_press_once(self) -> None:
+        """28 of 30 blocks are above the latch, 13 are not."""
+        four = [running(name, shared=self.START) for name in "abcd"]
+        assert not choose(four, place(4, blocks=30)).kv_latched
+        assert choose([replace(one, shared=()) for one in four], place(4, blocks=30)).kv_latched
+
+    def test_runs_end_where_a_holder_ends(self) -> None:
+        holders = [4, 4, 4, 2, 2, 1, 1]
+        assert shared_runs(7, holders.__getitem__) == [(0, 3), (3, 5)]
+        assert shared_runs(4, holders.__getitem__) == [(0, 3), (3, 4)]
+        assert shared_runs(2, [1, 1].__getitem__) == shared_runs(0, holders.__getitem__) == []
+
+
 class TestLatch:
     """Preemption is suspended above 85 % and until KV use is below 70 % (our choice)."""
 
@@ -505,6 +569,22 @@ CANDIDATES = st.lists(
     max_size=14,
     unique_by=lambda c: c.request_id,
 )
+BEGINNINGS = (3, 1, 2)
+"""Blocks of each level of what requests share."""
+
+
+@st.composite
+def beginnings(draw: st.DrawFn, held: int) -> tuple[SharedBlocks, ...]:
+    """Return what a request that holds this many blocks shares with others: of a tree of three levels, a part of
+    one path."""
+    path, blocks = [], 0
+    for level, size in enumerate(BEGINNINGS):
+        if blocks + size > held or not draw(st.booleans()):
+            break
+        branch = draw(st.integers(0, level)) + 10 * (path[-1].name if path else 1)
+        path.append(SharedBlocks(branch, size, size))
+        blocks += size
+    return tuple(path)
 
 
 @st.composite
@@ -518,8 +598,9 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], WorkerState]:
         runs = item.running and on_device and ran < slots
         ran += runs
         held = -(-item.tokens // BLOCK) if on_device else 0
-        candidates.append(replace(item, running=runs, target_blocks=held, draft_blocks=held))
-    held = sum(c.target_blocks for c in candidates)
+        shared = draw(beginnings(held)) if on_device else ()
+        candidates.append(replace(item, running=runs, target_blocks=held, draft_blocks=held, shared=shared))
+    held = together([], candidates)
     blocks = draw(st.integers(max(held, 1), max(held, 1) + 60))
     return candidates, place(
         slots,
@@ -533,6 +614,13 @@ def needed(c: Candidate) -> int:
     return max(c.target_blocks, -(-(c.tokens - 1 + GROWTH) // BLOCK))
 
 
+def together(chosen: Sequence[Candidate], kept: Sequence[Candidate]) -> int:
+    """Return the blocks that these requests take, with the growth of the chosen ones."""
+    blocks = sum(map(needed, chosen)) + sum(c.target_blocks for c in kept)
+    holders = Counter(run for c in (*chosen, *kept) for run in c.shared)
+    return blocks - sum((count - 1) * run.target_blocks for run, count in holders.items())
+
+
 @given(situations())
 @settings(max_examples=150, deadline=None)
 def test_what_is_chosen_fits(situation: tuple[list[Candidate], WorkerState]) -> None:
@@ -541,7 +629,7 @@ def test_what_is_chosen_fits(situation: tuple[list[Candidate], WorkerState]) -> 
     assert len(set(choice.run)) == len(choice.run) <= where.slots
     kept = [c for c in candidates if c.request_id not in (*choice.run, *choice.evict)]
     chosen = [c for c in candidates if c.request_id in choice.run]
-    assert sum(map(needed, chosen)) + sum(c.target_blocks for c in kept) <= where.target_blocks
+    assert together(chosen, kept) <= where.target_blocks
 
 
 @given(situations())
@@ -551,9 +639,11 @@ def test_no_slot_stays_free_while_something_that_fits_waits(
 ) -> None:
     candidates, where = situation
     choice = choose(candidates, where)
-    left = where.target_blocks - sum(needed(c) for c in candidates if c.request_id in choice.run)
+    chosen = [c for c in candidates if c.request_id in choice.run]
     waiting = [c for c in candidates if c.request_id not in choice.run]
-    assert len(choice.run) == where.slots or all(needed(c) > left for c in waiting)
+    assert len(choice.run) == where.slots or all(
+        together([*chosen, c], []) > where.target_blocks for c in waiting
+    )
 
 
 @given(situations())
@@ -566,12 +656,11 @@ def test_nothing_is_evicted_without_need(situation: tuple[list[Candidate], Worke
     if choice.evict:
         kept = [c for c in candidates if c.request_id not in (*choice.run, *choice.evict)]
         last = next(c for c in candidates if c.request_id == choice.evict[-1])
-        after = sum(map(needed, chosen)) + sum(c.target_blocks for c in kept)
-        assert after + last.target_blocks > where.target_blocks, (
+        assert together(chosen, [*kept, last]) > where.target_blocks, (
             "without the last eviction it would not have fitted"
         )
     held = [c for c in candidates if c.request_id not in choice.run]
-    if sum(map(needed, chosen)) + sum(c.target_blocks for c in held) <= where.target_blocks:
+    if together(chosen, held) <= where.target_blocks:
         assert choice.evict == ()
 
 
@@ -599,7 +688,9 @@ def test_a_choice_is_stable(situation: tuple[list[Candidate], WorkerState]) -> N
                     c, running=True, residency=Residency.DEVICE, target_blocks=held, draft_blocks=held
                 )
             elif c.request_id in choice.evict:
-                c = replace(c, running=False, residency=Residency.NONE, target_blocks=0, draft_blocks=0)
+                c = replace(
+                    c, running=False, residency=Residency.NONE, target_blocks=0, draft_blocks=0, shared=()
+                )
             else:
                 c = replace(c, running=False)
             out.append(c)

@@ -8,7 +8,7 @@ one is scheduled.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -284,11 +284,18 @@ class Server:
             for name, request in scheduler.requests.items():
                 now = scheduler._now(name)
                 if now is not None:
-                    spared = scheduler.spared_blocks(request)
-                    assert now == (
-                        request.num_tokens - spared * BLOCK,
-                        scheduler.held_blocks(request) - spared,
-                    )
+                    held, shared = scheduler.held_blocks(request), scheduler.shared_blocks(request)
+                    assert now == (request.num_tokens, held, shared)
+            if not scheduler.deferred_frees:
+                self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """Assert that the blocks of requests, shared ones once, are those that are not free."""
+        scheduler, requests = self.scheduler, self.scheduler.requests.values()
+        holders = Counter(run for one in requests for run in scheduler.shared_blocks(one))
+        taken = sum(map(scheduler.held_blocks, requests))
+        taken -= sum((count - 1) * run.target_blocks for run, count in holders.items())
+        assert taken == scheduler.pool_blocks - scheduler.free_blocks()
 
 
 def run(server: Server, jobs: Sequence[Job], *, check: bool = False) -> Outcome:

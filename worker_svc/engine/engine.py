@@ -195,7 +195,11 @@ class SpeculativeEngine:
         sequence = self._get(request_id)
         draft_blocks = len(sequence.draft.blocks) if sequence.draft else 0
         return SequenceStatus(
-            sequence.residency, len(sequence.tokens), len(sequence.target.blocks), draft_blocks
+            sequence.residency,
+            len(sequence.tokens),
+            len(sequence.target.blocks),
+            draft_blocks,
+            self._pair.shared_blocks(sequence),
         )
 
     def known(self) -> frozenset[str]:

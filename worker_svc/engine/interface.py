@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from laps_sd.contract.acceptance import tested_of
-from laps_sd.contract.choose import Residency
+from laps_sd.contract.choose import Residency, SharedBlocks
 from laps_sd.contract.ends import End
 from laps_sd.contract.length_probe import LearntProbe, ProbeKind
 from laps_sd.contract.limits import (
@@ -81,6 +81,7 @@ __all__ = [
     "RoundResult",
     "Sampling",
     "SequenceStatus",
+    "SharedBlocks",
     "Specification",
     "TokenLogprobs",
     "UnknownRequest",
@@ -327,6 +328,7 @@ class SequenceStatus(NamedTuple):
     tokens: int  # context length: prompt and output
     target_blocks: int  # held on the device
     draft_blocks: int
+    shared: tuple[SharedBlocks, ...] = ()  # those of these blocks that other requests hold as well
 
 
 class LengthLearner(Protocol):

@@ -7,6 +7,7 @@ import time
 import torch
 
 from worker_svc.engine.cache.kv import KV_TILE, BlockTable, KVPool
+from worker_svc.engine.interface import SharedBlocks
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.sequence import Sequence
@@ -53,6 +54,12 @@ class ModelPair:
         """The free blocks of the target's pool and of the draft's; 0 without a draft."""
         free = [pool.allocator.free_blocks for pool in self.pools]
         return free[0], free[1] if self.draft is not None else 0
+
+    def shared_blocks(self, sequence: Sequence) -> tuple[SharedBlocks, ...]:
+        """Return the blocks of a request that others hold as well. The draft's are its own."""
+        blocks = sequence.target.blocks
+        runs = self.pools[0].allocator.shared(blocks)
+        return tuple([SharedBlocks(blocks[begin], end - begin, 0) for begin, end in runs])
 
     def release(self, sequence: Sequence) -> None:
         """Discard the KV of a request, on the device and in host memory, and what is derived from it."""

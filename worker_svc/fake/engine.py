@@ -37,6 +37,7 @@ from worker_svc.engine.interface import (
     Residency,
     RoundResult,
     SequenceStatus,
+    SharedBlocks,
     Specification,
     TokenLogprobs,
     UnknownRequest,
@@ -239,7 +240,11 @@ class FakeEngine:
     def status(self, request_id: str) -> SequenceStatus:
         """Return the progress of a request. Raises UnknownRequest."""
         request = self._get(request_id)
-        return SequenceStatus(request.residency, request.tokens, len(request.target), len(request.draft))
+        blocks = request.target
+        shared = [SharedBlocks(blocks[begin], end - begin, 0) for begin, end in self._target.shared(blocks)]
+        return SequenceStatus(
+            request.residency, request.tokens, len(blocks), len(request.draft), tuple(shared)
+        )
 
     def known(self) -> frozenset[str]:
         """Return the ids of all requests that were added and not dropped."""

@@ -100,10 +100,11 @@ class Chooser:
                 continue
             runs = request_id in running
             if runs or held.residency is not Residency.NONE:
-                residency, tokens, target_blocks, draft_blocks = status(request_id)
+                residency, tokens, target_blocks, draft_blocks, shared = status(request_id)
             else:
                 # KV comes from rounds only. Most of a long list waits, and the engine need not be called for it.
                 residency, tokens, target_blocks, draft_blocks = Residency.NONE, prompt + emitted, 0, 0
+                shared = ()
             # Near its end a request may need less room than for a whole draft.
             longest = prompt + held.spec.max_tokens + beyond
             if tokens > longest:
@@ -121,6 +122,7 @@ class Chooser:
                     tokens,
                     target_blocks,
                     draft_blocks,
+                    shared,
                 )
             )
         return candidates
@@ -138,25 +140,17 @@ class Chooser:
         ]
         if not hidden:
             return 0
-        target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
-        runs = set(run)
-        for name, candidate in shown.items():
-            needed = 0
-            if name in runs:
-                needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
-            elif self._requests.by_id[name].residency is not Residency.DEVICE:
-                continue  # pushed out just now
-            target -= max(needed, candidate.target_blocks)
-            draft -= max(needed, candidate.draft_blocks) if self._capacity.draft_blocks else 0
-        statuses = [(held, self._engine.status(held.spec.request_id)) for held in hidden]
-        target -= sum([status.target_blocks for _, status in statuses])
-        draft -= sum([status.draft_blocks for _, status in statuses])
+        target = draft = 0  # blocks that the next round takes
+        for name in run:
+            candidate = shown[name]
+            needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
+            target += max(0, needed - candidate.target_blocks)
+            draft += max(0, needed - candidate.draft_blocks) if self._capacity.draft_blocks else 0
         moved = 0
-        for held, status in statuses:
-            if target >= 0 and draft >= 0:
+        for held in hidden:
+            free_target, free_draft = self._engine.free_blocks
+            if target <= free_target and draft <= free_draft:
                 break
-            target += status.target_blocks
-            draft += status.draft_blocks
             self._requests.push_out(held)
             moved += 1
         return moved

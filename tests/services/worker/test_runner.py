@@ -481,6 +481,24 @@ def test_without_a_draft_model_no_draft_blocks_are_needed() -> None:
     assert changes == [("old", Residency.DEVICE), ("new", Residency.DEVICE)]
 
 
+def test_requests_with_one_beginning_run_together_where_its_kv_fits_once() -> None:
+    """300 blocks: 125 of the beginning and 2 or more of each request. If each counted its own, two would run."""
+    fake = engine(
+        slots=32, target_blocks=300, draft_blocks=0, max_length=4096, vocab_size=4096, prefix_reuse_tokens=16
+    )
+    desk = Desk(fake)
+    specs = [replace(spec(f"r{at}"), prompt_ids=(*range(1, 2001), 2001 + at)) for at in range(30)]
+    desk.give(*specs)
+    desk.assign(*[entry(one.request_id, 1.0 + at) for at, one in enumerate(specs)])
+    while desk.runner.turn():
+        desk.put(Acknowledged(len(desk.rounds)))
+        fake.check()
+
+    assert max(map(len, desk.who())) > 15
+    assert all(len(desk.tokens(one.request_id)) == 40 for one in specs)
+    assert not any(change.residency is Residency.NONE for one in desk.rounds for change in one.residency)
+
+
 def test_a_request_may_fill_the_whole_pool_to_its_last_token() -> None:
     desk = Desk(engine(target_blocks=4, block_size=16, max_draft_len=8, max_length=64))
     desk.give(spec("a", prompt=4, max_tokens=60))
@@ -593,6 +611,9 @@ class Exact(FakeEngine):
 
 
 NAMES = ("a", "b", "c", "d", "e")
+BEGINNING = tuple(range(1, 49))
+SHARED = (48, 48, 48, 16, 0)
+"""Tokens of it with which their prompts begin, where they share KV."""
 
 
 @st.composite
@@ -626,15 +647,21 @@ def churn(draw: st.DrawFn) -> list[tuple[str, object]]:
     blocks=st.sampled_from([8, 11, 20, 200]),
     host_tokens=st.sampled_from([None, 0, 60]),
     bound=st.sampled_from([7, 256]),
+    shares=st.booleans(),
 )
 def test_tokens_do_not_depend_on_the_churn_of_assignments(
-    script: list[tuple[str, object]], slots: int, blocks: int, host_tokens: int | None, bound: int
+    script: list[tuple[str, object]],
+    slots: int,
+    blocks: int,
+    host_tokens: int | None,
+    bound: int,
+    shares: bool,
 ) -> None:
     """With any sequence of listing, pausing, evicting, releasing and leasing again, the record ends with the
     output that the engine would have produced alone; and the remembered last choice gives the same result as
     a new choice.
     """
-    told = [_churned(script, slots, blocks, host_tokens, bound, reuse) for reuse in (True, False)]
+    told = [_churned(script, slots, blocks, host_tokens, bound, shares, reuse) for reuse in (True, False)]
     assert told[0] == told[1]
 
 
@@ -644,16 +671,19 @@ def _churned(
     blocks: int,
     host_tokens: int | None,
     bound: int,
+    shares: bool,
     reuse: bool,
 ) -> list[tuple[tuple[str, ...], list[tuple[str, Residency]]]]:
     fake = Exact(
         slots=slots,
         target_blocks=blocks,
+        draft_blocks=0 if shares else blocks,
         block_size=16,
         max_length=128,
         max_draft_len=4,
         host_tokens=host_tokens,
         prefill_chunk=24,
+        prefix_reuse_tokens=16 if shares else 0,
     )
     desk = Desk(fake, max_unacknowledged_tokens=bound)
     if not reuse:
@@ -661,6 +691,14 @@ def _churned(
     wanted: dict[str, Specification] = {
         name: spec(name, prompt=10 + 12 * i, max_tokens=20 + 11 * i) for i, name in enumerate(NAMES)
     }
+    if shares:
+        for name, tokens in zip(NAMES, SHARED, strict=True):
+            one = wanted[name]
+            wanted[name] = replace(
+                one,
+                prompt_ids=(*BEGINNING[:tokens], *one.prompt_ids[:20]),
+                max_tokens=min(one.max_tokens, 50),
+            )
     record: dict[str, list[int]] = {name: [] for name in NAMES}
     epochs = dict.fromkeys(NAMES, 1)
     ended: set[str] = set()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
+from laps_sd.contract.choose import shared_runs
 from worker_svc.engine.interface import OutOfBlocks
 
 _FREE, _CACHED, _OWNED = 0, 1, 2
@@ -163,6 +164,12 @@ class BlockAllocator:
                 self._state[block] = _OWNED
                 self.free_blocks -= 1
             self._owners[block] += 1
+
+    def shared(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return begin and end of each run of `ids`, the blocks of an owner in the order of its context, that have
+        the same owners, two or more."""
+        owners = self._owners
+        return shared_runs(len(ids), lambda at: owners[ids[at]])
 
     def forget_names(self) -> None:
         """Forget all names: `find` returns no block that exists now."""
