@@ -5,6 +5,7 @@ depend on it.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,24 @@ def test_the_text_is_the_same_with_and_without_reuse(
     assert max(report.cached for report in reports) >= 512
 
 
+def taken(engine: Engine, names: Sequence[str]) -> tuple[int, int]:
+    """Return the blocks that requests take of both pools, by their own reports."""
+    found = [engine.status(name) for name in names]
+    holders = Counter(run for one in found for run in one.shared)
+    target = sum(one.target_blocks for one in found)
+    draft = sum(one.draft_blocks for one in found)
+    for run, count in holders.items():
+        assert count > 1
+        target -= (count - 1) * run.target_blocks
+        draft -= (count - 1) * run.draft_blocks
+    return target, draft
+
+
+def in_use(engine: Engine) -> tuple[int, int]:
+    free_target, free_draft = engine.free_blocks
+    return engine.capacity.target_blocks - free_target, engine.capacity.draft_blocks - free_draft
+
+
 def fitting(between: Between) -> Between:
     """Limit `between` to the contract: the round's blocks suffice by the count of blocks that each request
     holds or needs.
@@ -152,6 +171,7 @@ def fitting(between: Between) -> Between:
 
     def chosen(engine: Engine, number: int, live: list[str]) -> Sequence[str]:
         run = []
+        assert taken(engine, live) == in_use(engine)
         room = engine.capacity.target_blocks - sum(engine.status(name).target_blocks for name in live)
         wanted = between(engine, number, live)
         for name in live:
@@ -273,6 +293,32 @@ def test_who_shares_a_start_holds_the_same_blocks(pair: tuple[Path, Path], devic
         engine.drop(name)
         engine.check()
     assert cached_blocks(engine._pair.pools[0].allocator) == 10
+
+
+def test_the_draft_shares_a_start_too(pair: tuple[Path, Path], device: str) -> None:
+    """Nine of its blocks: the last tokens of a context are fed to it again. It reads the others once."""
+    engine = build(pair, device, draft_len=3, slots=5)
+    names = "abcde"
+    for number, name in enumerate(names):
+        engine.add(spec(name, sampling=Sampling(0.8, seed=number), max_tokens=30))
+        while not first_round(engine, name).drafted:
+            pass
+    for _ in range(3):
+        engine.round(names)
+    tables = [engine._sequences[name].draft for name in names]
+    assert len({tuple(table.blocks[:9]) for table in tables if table is not None}) == 1
+    assert taken(engine, names) == in_use(engine)
+    of_draft = {run for name in names for run in engine.status(name).shared if run.draft_blocks}
+    assert [(run.target_blocks, run.draft_blocks) for run in of_draft] == [(0, 9)]
+    engine.check()
+    expected, *_ = finish_all(
+        build(pair, device, prefix_reuse_tokens=0, slots=5),
+        [spec(name, sampling=Sampling(0.8, seed=number), max_tokens=30) for number, name in enumerate(names)],
+    )
+    assert all(
+        engine._sequences[name].output == expected[name][: len(engine._sequences[name].output)]
+        for name in names
+    )
 
 
 def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str) -> None:

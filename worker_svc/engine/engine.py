@@ -258,6 +258,8 @@ class SpeculativeEngine:
                 # not count, so that only the draft's lengths must be restored.
                 for table, length in drafts:
                     table.length = length
+                    if length < table.first_writable:  # it found its start in this round
+                        self._pair.pools[1].release(table)
                 if not is_out_of_memory(error):
                     if "CUDA error" in str(error):  # sticky: every later call fails too
                         raise DeviceFailed(str(error).splitlines()[0]) from error

@@ -56,10 +56,19 @@ class ModelPair:
         return free[0], free[1] if self.draft is not None else 0
 
     def shared_blocks(self, sequence: Sequence) -> tuple[SharedBlocks, ...]:
-        """Return the blocks of a request that others hold as well. The draft's are its own."""
+        """Return the blocks of a request that others hold as well."""
         blocks = sequence.target.blocks
-        runs = self.pools[0].allocator.shared(blocks)
-        return tuple([SharedBlocks(blocks[begin], end - begin, 0) for begin, end in runs])
+        runs = [
+            SharedBlocks(blocks[begin], end - begin, 0)
+            for begin, end in self.pools[0].allocator.shared(blocks)
+        ]
+        if sequence.draft is not None:
+            blocks = sequence.draft.blocks
+            runs += [
+                SharedBlocks(-1 - blocks[begin], 0, end - begin)  # the names of the target's are 0 or more
+                for begin, end in self.pools[1].allocator.shared(blocks)
+            ]
+        return tuple(runs)
 
     def release(self, sequence: Sequence) -> None:
         """Discard the KV of a request, on the device and in host memory, and what is derived from it."""

@@ -96,7 +96,7 @@ class Sequence:
         """Number of valid entries of the draft's KV, on the device or in host memory."""
         if self.swapped:
             return 0 if self.swapped[1] is None else int(self.swapped[1].shape[1])
-        return 0 if self.draft is None else self.draft.length
+        return 0 if self.draft is None else self.draft.length or self.draft.found_tokens
 
     @property
     def draft_lag(self) -> int:

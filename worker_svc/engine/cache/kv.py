@@ -117,9 +117,12 @@ class KVPool:
         found = self.allocator.find(names)
         table.found = found if len(found) * self.block_size >= least_tokens else []
 
-    def remember(self, table: BlockTable, names: Sequence[bytes]) -> None:
-        """Add the blocks full of valid entries to the prefix cache; `names` are those of the context."""
-        for at in range(table.named, table.length // self.block_size):
+    def remember(self, table: BlockTable, names: Sequence[bytes], final: int) -> None:
+        """Add the blocks full of the first `final` entries, which are not written any more, to the prefix cache.
+
+        `names` are those of the context.
+        """
+        for at in range(table.named, final // self.block_size):
             self.allocator.name(table.blocks[at], names[at])
             table.named = at + 1
 

@@ -50,13 +50,13 @@ class Commit:
         drafted = len(request.draft_tokens)
         sequence.tokens.extend(block)
         sequence.target.length = len(sequence.tokens) - 1
-        self._prefill.remember(sequence)
-        if sequence.format is not None:
-            sequence.format.follow(block)
         if drafted and request.catch_up and sequence.draft is not None:
             # The draft was fed the last token and all draft tokens but the last; the accepted ones are
             # context now.
             sequence.draft.length = request.context + min(accepted, drafted - 1)
+        self._prefill.remember(sequence)
+        if sequence.format is not None:
+            sequence.format.follow(block)
         if request.found is not None:
             lengths.found.observe(sequence.found, request.found, block)
         if not request.chunk and (request.catch_up or not drafted):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.cache.prompts import CachedPrompts
+from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.round.prefill_time import Chunk, PrefillTime
 from worker_svc.engine.round.prompt_logprobs import rows_in_round, rows_wanted
@@ -30,13 +31,13 @@ class Chunks(NamedTuple):
 class Prefill:
     """The prefill budget of an engine's rounds, and its prefix cache."""
 
-    def __init__(self, options: EngineOptions, pool: KVPool, vocab_size: int) -> None:
-        """`pool` and `vocab_size`: the target's."""
-        self.prompts = CachedPrompts(pool.allocator, options.block_size)
+    def __init__(self, options: EngineOptions, pools: SequenceOf[KVPool], vocab_size: int) -> None:
+        """`pools`: the target's, and the draft's if there is a draft; `vocab_size`: the target's."""
+        self.prompts = CachedPrompts(pools[0].allocator, options.block_size)
         """Content of the prefix cache."""
         self.time = PrefillTime()
         """Expected seconds of context tokens in a round."""
-        self._pool = pool
+        self._pools = pools
         self._usual = options.prefill_chunk
         self._block_size = options.block_size
         self._least_reuse = options.prefix_reuse_tokens
@@ -69,23 +70,30 @@ class Prefill:
         """Look up cached KV of the context of each request that has none.
 
         The last token is left out, because its logits are needed, and so is every prompt whose log
-        probabilities are missing. Only the target's KV is looked up: the draft's costs a small fraction of it
-        to compute, and no first token waits for it.
+        probabilities are missing. The draft is fed the last tokens of a context again.
         """
         if not self._least_reuse:
             return
         for sequence in sequences:
+            tokens, table = len(sequence.tokens), sequence.draft
             names = sequence.names.kv_blocks(sequence.tokens, self._block_size)
             if sequence.kv_length == 0 and not sequence.target.blocks and not sequence.scores_prompt:
-                names = names[: (len(sequence.tokens) - 1) // self._block_size]
-                self._pool.find(sequence.target, names, self._least_reuse)
+                of_target = names[: (tokens - 1) // self._block_size]
+                self._pools[0].find(sequence.target, of_target, self._least_reuse)
+            if table is not None and sequence.by_model and not table.blocks and not sequence.swapped:
+                of_draft = names[: max(0, tokens - FIRST_STEP_ROWS) // self._block_size]
+                self._pools[1].find(table, of_draft, self._least_reuse)
 
     def remember(self, sequence: Sequence) -> None:
         """Add the KV that is final to the prefix cache, for requests with the same context start."""
         if self._least_reuse:
             names, table = sequence.names, sequence.target
-            self._pool.remember(table, names.kv_blocks(sequence.tokens, self._block_size))
+            of_blocks = names.kv_blocks(sequence.tokens, self._block_size)
+            self._pools[0].remember(table, of_blocks, table.length)
             table.noted = self.prompts.note(names, sequence.tokens, table.noted, table.named)
+            if sequence.draft is not None:
+                final = min(sequence.draft.length, len(sequence.tokens) - FIRST_STEP_ROWS)
+                self._pools[1].remember(sequence.draft, of_blocks, final)
 
     def chunks(self, sequences: SequenceOf[Sequence], seconds: float = math.inf) -> Chunks:
         """Return the context tokens to prefill for each request.

@@ -37,7 +37,7 @@ class Rounds:
         self.lengths = DraftLengths(max_draft_len, options.draft_len)
         self._noise = Noise(pair.vocab_size, pair.device)
         output_lengths = OutputLengths()
-        self.prefill = Prefill(options, pair.pools[0], pair.vocab_size)
+        self.prefill = Prefill(options, pair.pools, pair.vocab_size)
         self.planner = RoundPlanner(
             pair,
             self.prefill,
@@ -91,13 +91,15 @@ class Rounds:
 
     def _plan(self, sequences: SequenceOf[Sequence]) -> RoundPlan:
         """Return the work of each request, which holds the blocks for it."""
+        pair = self._pair
         try:
             self.prefill.find_prefixes(sequences)
             plan = self.planner.plan(sequences, self.lengths)
             self.planner.hold(plan.requests)
         finally:
             for sequence in sequences:
-                sequence.target.found = []
+                for table in pair.tables(sequence):
+                    table.found = []
         return plan
 
     def _swap_in(self, requests: SequenceOf[RoundRequest]) -> tuple[float, float]:
