@@ -88,6 +88,15 @@ class TestModelFiles:
             load_model(directory, name="tiny")
         assert name in str(error.value)
 
+    def test_a_tokenizer_of_mistral_common_is_named_with_what_to_do(self, tmp_path: Path) -> None:
+        directory = write_model(tmp_path)
+        (directory / "tokenizer.json").rename(directory / "tekken.json")
+
+        with pytest.raises(
+            ModelFilesError, match=r"/tekken\.json must be converted: docs/troubleshooting\.md"
+        ):
+            load_model(directory, name="tiny")
+
     def test_the_process_does_not_start_without_them(self, tmp_path: Path) -> None:
         with pytest.raises(StartupError, match="LAPS_SD_TOKENIZER_DIR"):
             load_configured_model(GatewaySettings(model="mine"))
