@@ -180,6 +180,14 @@ def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(
 
 
 @BOTH
+def test_with_a_watermark_all_end(asynchronous: bool) -> None:
+    """vLLM keeps that share of its blocks free when a request joins others, and paused requests hold blocks."""
+    server = laps(slots=4, residents=16, blocks=90, asynchronous=asynchronous, watermark=0.6)
+
+    run(server, [replace(job, prompt=min(job.prompt, 100)) for job in burst(40, seed=5)], check=True)
+
+
+@BOTH
 def test_requests_with_one_beginning_run_together_where_its_kv_fits_once(asynchronous: bool) -> None:
     """64 requests of 17 blocks, 15 of which are the same: 1,088 blocks if each counted its own."""
     beginning = tuple(3 + at * 7 % 900 for at in range(15 * BLOCK))

@@ -91,6 +91,7 @@ def config_of(
     keeps_kv: bool = True,
     chunked: bool = True,
     rank: int = 0,
+    watermark: float = 0.0,
 ) -> tuple[VllmConfig, KVCacheConfig]:
     model = ModelConfig(
         model=str(DEMO / "target"),
@@ -116,6 +117,7 @@ def config_of(
         policy=policy,
         async_scheduling=asynchronous,
         enable_chunked_prefill=chunked,
+        watermark=watermark,
     )
     cache = CacheConfig(block_size=block_size, gpu_memory_utilization=0.5, enable_prefix_caching=keeps_kv)
     config = VllmConfig(
@@ -153,6 +155,7 @@ class Server:
         keeps_kv: bool = True,
         chunked: bool = True,
         rank: int = 0,
+        watermark: float = 0.0,
     ) -> None:
         config, kv = config_of(
             slots=slots,
@@ -164,6 +167,7 @@ class Server:
             keeps_kv=keeps_kv,
             chunked=chunked,
             rank=rank,
+            watermark=watermark,
         )
         cls = cls or (AsyncScheduler if asynchronous else Scheduler)
         init_none_hash(sha256)
