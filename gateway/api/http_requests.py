@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 from yarl import URL
 
 from gateway.api.http_errors import ANTHROPIC_PATH, response_of_aiohttp
+from gateway.model.fair_turns import FairTurns
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, PermissionDenied
 from laps_sd.service.listening import is_loopback
 
 __all__ = [
+    "BodyTurns",
     "expect_continue",
     "id_headers",
     "names_this_machine",
@@ -28,10 +32,32 @@ ANTHROPICS_ID_HEADER = "request-id"
 MAX_REQUEST_ID_CHARACTERS = 128
 BODY_S = 30.0
 """Seconds after which a request is refused whose body has not arrived."""
+LARGE_BODY_BYTES = 65_536
+"""Size from which bodies are received a few at a time: of one that waits, aiohttp keeps about as much."""
+LARGE_BODIES_AT_ONCE = 16
+"""Most large bodies of one tenant that are received at the same time. Our choice: one takes up to twice
+LAPS_SD_MAX_MESSAGE_BYTES."""
+MAX_WAITING_BODIES = 2000
+"""Most large bodies of one tenant that wait for that. Our choice: a fifth of LAPS_SD_MAX_HTTP_CONNECTIONS."""
 
 
-async def read_bytes(request: web.Request) -> bytes:
-    """Return the bytes of a body; its size is checked before it is read."""
+class BodyTurns:
+    """Turns of each tenant at sending large bodies: the limits of its calls come after their bodies."""
+
+    def __init__(self) -> None:
+        self._of_tenants: WeakValueDictionary[str, FairTurns] = WeakValueDictionary()
+
+    def of(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Return the context of one large body. Entering it waits, or raises ResourceExhausted."""
+        turns = self._of_tenants.get(tenant)
+        if turns is None:
+            turns = FairTurns(LARGE_BODIES_AT_ONCE, most_waiting=MAX_WAITING_BODIES, what="large bodies")
+            self._of_tenants[tenant] = turns
+        return turns.of(tenant)
+
+
+async def read_bytes(request: web.Request, tenant: str, turns: BodyTurns) -> bytes:
+    """Return the bytes of a body; its size is checked before it is read. Raises ResourceExhausted."""
     # A web page may post plain text to any address; for JSON the browser first sends a preflight request,
     # which is not granted.
     if request.content_type != "application/json":
@@ -42,6 +68,13 @@ async def read_bytes(request: web.Request) -> bytes:
     most = request.client_max_size
     if request.content_length is not None and request.content_length > most:
         raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=request.content_length)
+    if request.content_length is not None and request.content_length < LARGE_BODY_BYTES:
+        return await _received(request)
+    async with turns.of(tenant):
+        return await _received(request)
+
+
+async def _received(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()

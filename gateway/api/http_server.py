@@ -50,6 +50,7 @@ from gateway.api.http_errors import (
     response_of_aiohttp,
 )
 from gateway.api.http_requests import (
+    BodyTurns,
     expect_continue,
     id_headers,
     read_bytes,
@@ -104,6 +105,7 @@ class HttpServer:
         self._created = int(time.time())
         self._turn = Turn()
         self._open = OpenCalls()
+        self._bodies = BodyTurns()
         self._unknown = UnknownFields(calls.settings.unknown_fields)
         self._cors = Cors(calls.settings.cors_origins)
         self.port = 0
@@ -123,7 +125,7 @@ class HttpServer:
         routes.router.add_get("/metrics", self._metrics)
         routes.router.add_get("/openapi.json", self._openapi)
         routes.router.add_get("/docs", self._docs)
-        VllmRoutes(calls, tenants, self._unknown).add_to(routes.router, self._health)
+        VllmRoutes(calls, tenants, self._unknown, self._bodies).add_to(routes.router, self._health)
         if calls.settings.console:
             ConsoleRoutes(calls, tenants, shards, app.stopping).add_to(routes.router)
         routes.on_response_prepare.append(self._cors.grant)
@@ -241,7 +243,10 @@ class HttpServer:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         caller = Caller(tenant=tenant_of(request, self._tenants))
         with self._calls.refusals(caller):
-            body = read_body(await read_bytes(request), self._calls.settings.max_message_fields)
+            body = read_body(
+                await read_bytes(request, caller.tenant, self._bodies),
+                self._calls.settings.max_message_fields,
+            )
             (prompt,) = read_count(body, self._unknown).requests
         ids = await self._calls.tokenize(prompt, caller)
         return web.json_response({"input_tokens": len(ids)})
@@ -290,7 +295,11 @@ class HttpServer:
                 TTL_HEADER, single_header(request, TTL_HEADER), self._calls.settings.max_time_limit_s
             )
             parsed, make_reply = read(
-                read_body(await read_bytes(request), self._calls.settings.max_message_fields), self._unknown
+                read_body(
+                    await read_bytes(request, caller.tenant, self._bodies),
+                    self._calls.settings.max_message_fields,
+                ),
+                self._unknown,
             )
             _put_key(parsed, check_text(KEY_HEADER, single_header(request, KEY_HEADER)))
         scores = any(one.HasField("logprobs") or one.HasField("prompt_logprobs") for one in parsed.requests)

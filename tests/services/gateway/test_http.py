@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api import http_connections, http_server, http_stream
+from gateway.api.http_requests import LARGE_BODIES_AT_ONCE, LARGE_BODY_BYTES
 from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.reply import Reply
 from gateway.calls import calls
@@ -1728,6 +1729,31 @@ class TestConnections:
                     os.close(descriptor)
             await asyncio.get_running_loop().sock_sendall(client, LIVE)
             assert await asyncio.get_running_loop().sock_recv(client, 12) == b"HTTP/1.1 200"
+
+    async def test_large_bodies_of_a_tenant_are_received_a_few_at_a_time_and_delay_no_other_tenant(
+        self, served: Served
+    ) -> None:
+        """150 bodies of 4 MiB that lacked their last byte took 1.2 GiB, whatever calls their tenant may have open."""
+        large = {"prompt": "x" * LARGE_BODY_BYTES}
+        sent = octets_of(large, b"laps-sd-tenant: hostile")
+        held = [await Raw.open(served) for _ in range(LARGE_BODIES_AT_ONCE)]
+        for connection in held:
+            connection.writer.write(sent[:-1])
+        turns = served.running.gateway.http._bodies._of_tenants
+        await wait_until_async(
+            lambda: "hostile" in turns and not turns["hostile"]._free, description="all have begun"
+        )
+        more, other = await Raw.open(served), await Raw.open(served)
+        waits = asyncio.create_task(more.ask(sent))
+
+        refused = b"HTTP/1.1 400 Bad Request"  # a prompt that long does not fit
+        assert await other.ask(octets_of(large, b"laps-sd-tenant: other")) == refused
+        assert not waits.done()
+        held[0].writer.write(sent[-1:])
+        assert await waits == refused
+        for connection in (*held, more, other):
+            connection.writer.close()
+        await wait_until_async(lambda: not turns, description="nothing is kept of the tenants")
 
     async def test_an_old_one_ends_with_its_next_answer_and_no_answer_is_cut(
         self, serve: Any, monkeypatch: pytest.MonkeyPatch
