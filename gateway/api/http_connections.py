@@ -28,9 +28,9 @@ HEADERS_S = 10.0
 after an answer, to the end of the next request's headers. Our choice: aiohttp takes 64 KiB of headers at most.
 If no bytes come after an answer, aiohttp's own limit for idle connections holds (an hour, so that a proxy in
 front closes them first), or they are closed to make room for new connections."""
-STALLED_S = 120.0
-"""Longest time, in seconds, in which a client reads nothing of an answer that waits for it. Our choice: the usual
-limit of proxies is one minute."""
+STALLED_S = 300.0
+"""Longest time, in seconds, in which a client reads nothing of an answer that waits for it. Our choice: the
+time after which Envoy ends an idle stream."""
 ACCEPTED_TOGETHER = 128
 """Most connections that are accepted before other work of the loop goes on."""
 ACCEPT_AGAIN_S = 1.0
