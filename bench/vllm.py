@@ -4,7 +4,7 @@ The demo pair is target and draft of vLLM (method draft_model, 4 draft tokens, t
 step. The same requests, in turn: vLLM's FCFS; vLLM's priority policy with guessed lengths (true ones times
 exp(σ z), σ 0.5) and with the true ones; LAPS-SD without any hint, with a class, with a class and the same
 guesses; and LAPS-SD with what it learnt from an earlier burst of other prompts. LAPS-SD predicts lengths from the
-token ids of prompts; without any hint also with that switched off.
+words of prompts; without any hint also with that switched off.
 
   * steps: bursts within 40 steps, and Poisson arrivals at load 0.9; arrivals and latencies are counted in
     engine steps, so that no clock of a busy machine is in them. The engine runs each set of requests once, and
