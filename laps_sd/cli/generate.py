@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import typer
@@ -12,11 +14,14 @@ from google.protobuf.json_format import MessageToDict
 
 from laps_sd.cli import ask, dial
 from laps_sd.cli.failures import within
-from laps_sd.client import Event
+from laps_sd.client import Client, Event
+from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
 
 DEMO_TIMEOUT_S = 120.0
+SILENT_S = 10.0
+"""Seconds without a word after which a terminal shows what the request waits for."""
 
 
 def generate(
@@ -90,7 +95,7 @@ def generate(
         events = client.send(request, timeout_s=timeout)
         try:
             with within(timeout):
-                ended = print_json(events) if as_json else print_text(events)
+                ended = print_json(events) if as_json else print_text(events, client)
         finally:
             events.close()
     if ended is None or ended.finish_reason == pb.FINISH_REASON_ERROR:
@@ -109,26 +114,47 @@ def put_prompt(request: pb.GenerateRequest, text: str, *, chat: bool, system: st
     request.messages.messages.add(role="user", content=text)
 
 
-def print_text(events: Iterable[Event]) -> pb.Ended | None:
+def print_text(events: Iterable[Event], client: Client) -> pb.Ended | None:
     """Print the text on stdout as it arrives and the summary on stderr. Return the end, if there was one."""
     ended: pb.Ended | None = None
     begun = False
-    try:
-        for event in events:
-            match event:
-                case pb.Delta():
-                    sys.stdout.write(event.text)
-                    sys.stdout.flush()
-                    begun = True
-                case pb.Ended():
-                    ended = event
-    finally:
-        if begun or ended is not None:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+    with contextlib.ExitStack() as until_it_begins:
+        try:
+            for event in events:
+                match event:
+                    case pb.Accepted():
+                        until_it_begins.callback(_explain_later(client, event.request_id))
+                    case pb.Delta():
+                        until_it_begins.close()
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
+                        begun = True
+                    case pb.Ended():
+                        ended = event
+        finally:
+            if begun or ended is not None:
+                sys.stdout.write("\n")
+                sys.stdout.flush()
     if ended is not None:
         print(summary(ended), file=sys.stderr)
     return ended
+
+
+def _explain_later(client: Client, request_id: str) -> Callable[[], None]:
+    """Show on a terminal, after a while, what a queued request waits for. Return what prevents it."""
+
+    def explain() -> None:
+        with contextlib.suppress(LapsSdError, ValueError):  # ValueError: the client is closed
+            found = client.explain(request_id, timeout_s=ask.LIST_TIMEOUT_S)
+            if found.state == pb.Explanation.STATE_QUEUED:
+                reason = found.waits_for or f"its turn: {found.ahead} before it"
+                print(f"-- it waits for {reason}  [{request_id}]", file=sys.stderr)
+
+    timer = threading.Timer(SILENT_S, explain)
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    return timer.cancel
 
 
 def print_json(events: Iterable[Event]) -> pb.Ended | None:
@@ -174,4 +200,4 @@ def demo(
     request = pb.GenerateRequest(model=model, sampling=pb.SamplingParams(max_tokens=max_tokens, seed=seed))
     with dial.client(address, api_key=api_key) as client:
         put_prompt(request, prompt, chat=ask.has_template(client, model))
-        return print_text(client.send(request, timeout_s=DEMO_TIMEOUT_S))
+        return print_text(client.send(request, timeout_s=DEMO_TIMEOUT_S), client)

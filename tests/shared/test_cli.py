@@ -27,9 +27,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from laps_sd.cli import dial, main
+from laps_sd.cli import dial, generate, main
 from laps_sd.cli.leader import Leader
 from laps_sd.cli.operate import explanation_lines, queue_table, workers_table
+from laps_sd.client import Client
 from laps_sd.errors import LapsSdError
 from laps_sd.service.wire import Tls
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc
@@ -94,6 +95,25 @@ def test_generate_streams_text_and_says_what_speculation_did(fake_stack):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert re.search(r"^-- length: 12 tokens in \d+ rounds, drafted \d+, accepted \d+", done.stderr)
+
+
+def test_generate_says_on_a_terminal_what_a_request_waits_for(make_stack, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(generate, "SILENT_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Client(make_stack(workers=0).gateway_address) as client, ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(generate.print_text, client.stream("Once"), client)
+        [request_id] = wait_until(
+            lambda: re.findall(
+                r"-- it waits for a worker: none takes work now  \[(s0\.\w+)\]\n", sys.stderr.getvalue()
+            ),
+            description="the reason is shown",
+        )
+        client.cancel(request_id)
+        assert ended.result().finish_reason == pb.FINISH_REASON_CANCELLED
 
 
 def test_generate_reads_standard_input_and_repeats_itself_with_a_seed(fake_stack):
