@@ -6,6 +6,7 @@ the children in order; and it dies with the parent, however that one dies (`laps
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,6 +24,9 @@ LOG_LINES = 15
 """Lines of a log that are shown when its process dies."""
 LOG_TAIL_BYTES = 64 * 1024
 """Size of the end of a log that is searched for these lines."""
+
+LINE_BYTES = 8 * 1024
+"""Free space of a disk below which a line of a log may not be written: two blocks."""
 
 MAX_LOG_BYTES = 32 * 1024 * 1024
 """Size at which a log begins again: about 100,000 requests of a gateway."""
@@ -53,8 +57,16 @@ class ChildDied(StartupError):
         self.name = child.name
         self.returncode = child.returncode
         tail = child.log_tail()
-        log_end = f" Its log ends:\n{tail}" if tail else " Its log is empty."
+        log_end = f" Its log ends:\n{tail}" if tail else f" Its log is empty{_full_disk(child.log.parent)}."
         super().__init__(f"{child.name} {child.how_it_ended} {while_what}.{log_end}")
+
+
+def _full_disk(folder: Path) -> str:
+    """Return the reason why a log there is empty, if the disk has no room for a line."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free < LINE_BYTES:
+            return f": no space is left on the disk of {folder}"
+    return ""
 
 
 class Child:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
 
 from laps_sd.errors import StartupError
-from laps_sd.stack.children import ChildDied
+from laps_sd.stack.children import Child, ChildDied
 from laps_sd.stack.local import LocalStack
 from laps_sd.stack.ports import Ports
 from laps_sd.stack.readiness import is_serving
@@ -156,6 +157,20 @@ def test_a_component_that_cannot_start_is_named_with_its_last_words(make_stack, 
     message = str(caught.value)
     assert message.startswith("gateway-0 ended with exit code 1 before it was ready. Its log ends:")
     assert str(tmp_path) in message
+
+
+def test_a_log_that_is_empty_because_the_disk_is_full_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child("valkey-0", "this", environment=os.environ, log=tmp_path / "log", python=Path("/bin/false"))
+    child.start()
+    child.wait(30.0)
+
+    assert str(ChildDied(child, while_what="early")).endswith("exit code 1 early. Its log is empty.")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: mock.Mock(free=4096))
+    assert str(ChildDied(child, while_what="early")).endswith(
+        f"Its log is empty: no space is left on the disk of {tmp_path}."
+    )
 
 
 def test_a_port_in_use_is_said_before_anything_starts():
