@@ -23,7 +23,8 @@ export class LapsSdError extends Error {
     options?: ErrorOptions,
   ) {
     super(message, options);
-    this.name = new.target.name;
+    // Not new.target.name, which a minifier changes.
+    this.name = new.target === LapsSdError ? "LapsSdError" : code.toLowerCase().replace(/(?:^|_)(.)/g, (_, first: string) => first.toUpperCase());
   }
 }
 

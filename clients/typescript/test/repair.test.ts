@@ -343,6 +343,16 @@ test("only failed calls are taken for such", () => {
   assert.equal(errorOf(failure(status.DATA_LOSS)).code, "DATA_LOSS");
 });
 
+test("the name of an error is that of its kind, also where a minifier has renamed the class", () => {
+  for (const code of Object.values(status)) {
+    if (typeof code !== "number" || code === status.OK) continue;
+    const error = errorOf(failure(code));
+    assert.equal(error.name, error.constructor.name);
+  }
+  class a extends Unavailable {}
+  assert.equal(new a("gone").name, "Unavailable");
+});
+
 test("an answer may have more events than a call has arguments", () => {
   const progress = new Progress(makeRequest("x", { n: 2 }), PATIENT, 0);
   const [event] = take(progress, accepted("s0.a", 0), accepted("s0.b", 1), delta(0, 1, "a", 1, 1)).slice(-1);
