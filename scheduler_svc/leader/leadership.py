@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 TURN_AWAY_S = 0.5
 """Seconds for which a leader that cannot reach the record greets no peer: time for each of them to begin a round of
-dialling, which visits all schedulers. Shorter than any grace of gateways and workers.
+dialling, which visits all schedulers. They are back before their graces end, which are 5 and 2 s by default.
 """
 WRONG_CLOCK_S = 1.0
 """Seconds between the clocks of scheduler and record from which on the difference is logged."""

@@ -1002,6 +1002,48 @@ async def test_peers_of_a_leader_that_alone_cannot_reach_the_record_find_the_nex
         await network.close()
 
 
+async def test_peers_that_are_turned_away_come_back_if_no_other_leads_and_their_requests_go_on(
+    own_valkey: EmbeddedServer,
+) -> None:
+    """The record is away for longer than a gateway's grace: an idle leader looks at that all the same."""
+    network = Proxy(own_valkey.url.removeprefix("redis://").partition("/")[0])
+    await network.serve()
+    leader = await start_scheduler(f"redis://{network.address}/0", shard="s", reattach_grace_s=2.0)
+    leader.store.patience_s = lambda lease_s: 2 * lease_s  # type: ignore[method-assign]
+    link = ShardLink(GatewaySettings(), "s", seeds=[leader.address])
+    linked = asyncio.create_task(link.run())
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, top_p=1.0, seed=7)
+    request = gateway_pb.Submit(
+        request_id="s.r1",
+        tenant="t",
+        model="m",
+        specification=gateway_pb.Specification(request_id="s.r1", prompt_ids=[1, 2, 3], sampling=sampling),
+    )
+    try:
+        await leader.wait_leading()
+        await wait_until_async(lambda: link.connected, description="the gateway has found the leader")
+        stream = link.submit(request, deadline=None)
+        await link.accepted(stream, wait_s=10.0)
+        network.hold(os.getpid(), BOTH)
+        for state in (False, True, False, True):
+            await wait_until_async(
+                lambda state=state: link.connected is state, description=f"connected: {state}"
+            )
+        network.release(os.getpid())
+        await wait_until_async(lambda: not leader.leadership.outage.on, description="the record is back")
+        async with worker(leader.address) as gpu:
+            lease = (await gpu.assigned("s.r1"))["s.r1"].lease_epoch
+            await gpu.run_round("s.r1", lease, 0, [10, 11], end=gateway_pb.RequestEnd.KIND_STOP)
+            await wait_until_async(lambda: stream.over, description="its end has arrived")
+        batch = link.take(stream, 0.0)
+        assert list(batch.token_ids) == [10, 11]
+    finally:
+        linked.cancel()
+        await asyncio.gather(linked, return_exceptions=True)
+        await leader.crash()
+        await network.close()
+
+
 async def test_what_a_leader_that_was_fenced_has_led_is_gone_before_it_leads_again(
     own_valkey: EmbeddedServer, start_own: StartScheduler
 ) -> None:
