@@ -222,10 +222,14 @@ class AsyncClient:
         try:
             yield
         except (grpc.aio.UsageError, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if self._closed and not (task and task.cancelling()):
+            if self._ended_by_close():
                 raise ValueError(CLOSED) from None
             raise
+
+    def _ended_by_close(self) -> bool:
+        """Return whether a CancelledError comes from `close`, which cancels calls, and not from a cancelled task."""
+        task = asyncio.current_task()
+        return self._closed and not (task and task.cancelling())
 
     def _leave(self, at: int) -> None:
         """Go on at the next address, once for all calls that failed together at this one."""
@@ -274,8 +278,12 @@ class AsyncClient:
 
         async def cancel(request_id: str) -> None:
             request = CancelRequest(request_id=request_id)
-            with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
-                await self._stub.Cancel(request, timeout=LEAVING_S, metadata=self._metadata)
+            try:
+                with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
+                    await self._stub.Cancel(request, timeout=LEAVING_S, metadata=self._metadata)
+            except asyncio.CancelledError:
+                if not self._ended_by_close():
+                    raise
 
         await asyncio.gather(*(cancel(one) for progress in left for one in progress.to_cancel))
 

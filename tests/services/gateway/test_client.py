@@ -819,6 +819,20 @@ class TestAsyncClient:
         cancelled = {cancel.request_id for cancel in scheduler.all_heard("cancel")}
         assert cancelled >= {accepted.request_id for accepted in known}
 
+    async def test_close_does_not_cancel_a_task_that_leaves_its_stream(
+        self, running: Running, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("laps_sd.client.aio.LEAVING_S", 1000.0)
+        monkeypatch.setattr(scheduler, "_on_cancel", lambda *_: None)
+        client = AsyncClient(address(running))
+        stream = client.stream("x")
+        await anext(stream)
+        leaving = asyncio.create_task(stream.aclose())
+        await scheduler.wait_heard("cancel")
+        await client.close()
+
+        await leaving
+
     async def test_a_stream_that_is_left_right_before_its_client_is_cancelled(
         self, running: Running, scheduler: FakeScheduler
     ) -> None:
