@@ -82,7 +82,7 @@ class AsyncStream(AsyncIterator[Event]):
 
 
 class AsyncClient:
-    """Client for asyncio. It belongs to the event loop of its first call. Close it, or use it in `async with`.
+    """Client for asyncio, which belongs to the event loop of its first call. Close it, or use `async with`.
 
     Leave a stream early by its `async with`, so that its end does not wait for the garbage collector.
     """
@@ -121,8 +121,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End all calls, with ValueError in the tasks that wait for them, and cancel the requests of open streams.
-        Idempotent.
+        """Cancel the requests of open streams, and end all calls, with ValueError in the tasks that wait for
+        them. Idempotent.
         """
         left, self._closed = not self._closed, True
         if left:
@@ -227,7 +227,7 @@ class AsyncClient:
             raise
 
     def _ended_by_close(self) -> bool:
-        """Return whether a CancelledError comes from `close`, which cancels calls, and not from a cancelled task."""
+        """Return whether a CancelledError comes from `close`, which ends calls, not from a cancelled task."""
         task = asyncio.current_task()
         return self._closed and not (task and task.cancelling())
 

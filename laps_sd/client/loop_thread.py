@@ -196,7 +196,7 @@ def refuse_after_fork() -> None:
     """Raise RuntimeError if no loop can run in this process; see `_note_fork`."""
     if _forked:
         raise RuntimeError(
-            "this process was forked after a client of laps_sd.client in its parent had made a call, and gRPC "
+            "this process was forked after a client of laps_sd in its parent had made a call, and gRPC "
             "does not work in it: fork before the first call, or start processes by spawn"
         )
 

@@ -97,8 +97,9 @@ class Options(SamplingOptions, ChatOptions, total=False):
 def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
     """Return the message for a prompt and its options. Absent options, and those that are None, stay absent.
 
-    Raises ValueError for options of a chat with another prompt, for unknown keys of messages and tools, and for a
-    value that no request can hold; TypeError for unknown options, and for a prompt or a value of another kind.
+    Raises ValueError for options of a chat with another prompt, for unknown keys of messages and tools, and
+    for a value that no request can hold; TypeError for unknown options, and for a prompt or a value of
+    another kind.
     """
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         nearest = get_close_matches(unknown[0], Options.__annotations__, 1)
