@@ -192,10 +192,10 @@ MISTAKES = (
         "1",
     ),
     Mistake(
-        "a call reserves the tokens of its last arrival",
+        "a call counts the prompt of its last arrival",
         "lua/submit.lua",
-        "added + tokens",
-        "tokens",
+        "added + prompt_tokens",
+        "prompt_tokens",
     ),
     Mistake(
         "an idempotency key twice in a call",
