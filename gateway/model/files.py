@@ -163,15 +163,11 @@ def _context_tokens(directory: Path, given: int | None) -> int:
 
 def _tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
+        problem = f"{path}: the file is missing; a tokenizer directory must have it"
         other = path.with_name("tekken.json")
-        raise ModelFilesError(
-            f"{path}: the file is missing; a tokenizer directory must have it"
-            + (
-                f", and {other} must be converted: docs/troubleshooting.md has the command"
-                if other.is_file()
-                else ""
-            )
-        )
+        if other.is_file():
+            problem += f", and {other} must be converted: docs/troubleshooting.md has the command"
+        raise ModelFilesError(problem)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

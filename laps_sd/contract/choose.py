@@ -294,7 +294,7 @@ def _is_latched(entries: Sequence[_Entry], worker: WorkerState) -> bool:
     for entry in entries:
         if entry.candidate.running:
             room.take(entry)
-        else:
+        elif entry.candidate.residency is ON_DEVICE:
             room.keep(entry.candidate)
     threshold = LATCH_OFF if worker.kv_latched else LATCH_ON
     return (
@@ -353,27 +353,25 @@ class _Room:
 
     def take(self, entry: _Entry) -> None:
         """Take what a request needs in this round."""
-        self._add(entry.candidate.shared, entry.target, entry.draft)
+        self.add(entry.candidate.shared, entry.target, entry.draft)
 
     def keep(self, candidate: Candidate) -> None:
         """Take what a request holds."""
-        self._add(candidate.shared, candidate.target_blocks, candidate.draft_blocks)
-
-    def give_back(self, entry: _Entry) -> None:
-        """Undo a `take`."""
-        self._remove(entry.candidate.shared, entry.target, entry.draft)
-
-    def evict(self, candidate: Candidate) -> None:
-        """Undo a `keep`."""
-        self._remove(candidate.shared, candidate.target_blocks, candidate.draft_blocks)
+        self.add(candidate.shared, candidate.target_blocks, candidate.draft_blocks)
 
     def take_if_it_fits(self, entry: _Entry) -> bool:
         """Take what a request needs in this round if that much is left; return whether it is."""
-        self.take(entry)
-        if self.target >= 0 and self.draft >= 0:
-            return True
-        self.give_back(entry)
-        return False
+        if entry.candidate.shared:
+            self.take(entry)
+            if self.target >= 0 and self.draft >= 0:
+                return True
+            self.remove(entry.candidate.shared, entry.target, entry.draft)
+            return False
+        if entry.target > self.target or entry.draft > self.draft:
+            return False
+        self.target -= entry.target
+        self.draft -= entry.draft
+        return True
 
     def copy(self) -> _Room:
         """Return an independent copy."""
@@ -381,7 +379,8 @@ class _Room:
         room._holders = self._holders.copy()
         return room
 
-    def _add(self, shared: tuple[SharedBlocks, ...], target: int, draft: int) -> None:
+    def add(self, shared: tuple[SharedBlocks, ...], target: int, draft: int) -> None:
+        """Take these blocks of a request, of which some are shared."""
         for run in shared:
             others = self._holders.get(run, 0)
             self._holders[run] = others + 1
@@ -391,7 +390,8 @@ class _Room:
         self.target -= target
         self.draft -= draft
 
-    def _remove(self, shared: tuple[SharedBlocks, ...], target: int, draft: int) -> None:
+    def remove(self, shared: tuple[SharedBlocks, ...], target: int, draft: int) -> None:
+        """Undo an `add`."""
         for run in shared:
             others = self._holders[run] - 1
             self._holders[run] = others
@@ -431,7 +431,7 @@ class _Selection:
             if count < len(self.victims):
                 count += 1
                 victim = self.victims[-count]
-                room.give_back(victim)
+                room.remove(victim.candidate.shared, victim.target, victim.draft)
                 if self._beats(entry, victim):
                     continue
             for victim in self.victims[len(self.victims) - count :]:
@@ -477,7 +477,7 @@ class _Selection:
         """
         room = self._room
         for entry in self._entries:
-            if not entry.chosen:
+            if not entry.chosen and entry.candidate.residency is ON_DEVICE:
                 room.keep(entry.candidate)
         evicted: list[str] = []
         for entry in reversed(self._entries):
@@ -488,6 +488,6 @@ class _Selection:
             if not entry.chosen and (
                 (room.target < 0 and paused.target_blocks) or (room.draft < 0 and paused.draft_blocks)
             ):
-                room.evict(paused)
+                room.remove(paused.shared, paused.target_blocks, paused.draft_blocks)
                 evicted.append(paused.request_id)
         return evicted

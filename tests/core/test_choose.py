@@ -178,6 +178,12 @@ class TestHysteresis:
         small = [running(name, 9.0) for name in "abcd"]  # 28 blocks of 36: no latch
         assert choose([big, *small], place(4, blocks=36)) == Choice(("big", "a"), ("d", "c", "b"))
 
+    def test_of_two_that_go_for_one_a_single_slot_is_left(self) -> None:
+        large = candidate("c", 1.0, tokens=16 * 14)
+        small = [candidate(name, 20.0, tokens=8) for name in "def"]
+        two = [running("a", 5.0), running("b", 6.0)]
+        assert choose([*two, large, *small], place(2, blocks=20)).run == ("c", "d")
+
     def test_none_goes_when_not_all_that_must_go_are_beaten(self) -> None:
         big = candidate("big", 1.0, tokens=400)
         small = [running("a", 9.0), running("b", 1.05), running("c", 1.05), running("d", 9.0)]
