@@ -2,8 +2,8 @@
 
 `vllm serve MODEL --scheduler-cls laps_vllm.LapsScheduler`; docs/vllm.md is the user's page.
 
-This file imports the scheduler only where it is used: a worker uses `laps_vllm.pausing` and must not import the scheduling
-core with it.
+This file imports the scheduler only where it is used: a worker uses `laps_vllm.pausing` and must not import
+the scheduling core with it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Faults of vLLM that users meet with speculation, chunked prefill, LoRA or grammars, by version: a sentence for each that a
-configuration can hit. docs/vllm.md has the list with the measurements.
+"""Faults of vLLM that users meet with speculation, chunked prefill, LoRA or grammars, by version: a sentence
+for each that a configuration can hit. docs/vllm.md has the list with the measurements.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def warnings(config: Any, version: str, *, spare_lora_place: bool = False) -> It
         yield "vLLM's first model runner ignores min_p and logit_bias with speculation"
     if speculative is not None and config.structured_outputs_config.backend == "guidance":
         yield (
-            "llguidance 1.7 to 1.9 may refuse tokens that a grammar with nested rules allows, after draft tokens that are not"
-            " accepted: use another backend of structured outputs, or no speculation"
+            "llguidance 1.7 to 1.9 may refuse tokens that a grammar with nested rules allows, after draft"
+            " tokens that are not accepted: use another backend of structured outputs, or no speculation"
         )

@@ -183,7 +183,7 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
 
 
 def _end_for_a_lost_rank() -> None:
-    """End this process, the engine's own. No round can fail while none runs, and requests would be sent to it."""
+    """End this process, the engine's own. No round can fail while none runs, and requests would come."""
     log.error("a process of vLLM's has ended, and the engine cannot go on without it")
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""The names of vLLM that a worker uses beside those of the scheduler are there, and their check finds those that are not."""
+"""The names of vLLM that a worker uses in addition to those of the scheduler, and the check of them."""
 
 from __future__ import annotations
 

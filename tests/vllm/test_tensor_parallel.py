@@ -58,7 +58,7 @@ def test_the_coupling_needs_one_process() -> None:
 
 
 def test_a_rank_that_dies_ends_the_engine(engine: VllmEngine) -> None:
-    """The process of the engine then ends, and with it the other ranks. This is the last test with these ranks."""
+    """Its process then ends, and with it the other ranks. This is the last test with these ranks."""
     specs = mixed(COUNT, kinds=(Sampling(),))
     names = [one.request_id for one in specs]
     for one in specs:

@@ -70,7 +70,8 @@ class FollowedGrammar(GuidanceGrammar):
         self._compile_again = compile_again
         # Tokens that were accepted: committed ones, then draft tokens.
         self._tokens: list[int] = []
-        # A matcher that has read this number of committed tokens, and no draft token. It fails with its copies.
+        # A matcher that has read this number of committed tokens, and no draft token. It fails with its
+        # copies.
         self._committed, self._followed = self.ll_matcher.deep_copy(), 0
         # Those after which it could not compute what may come next; None: it never failed so, or other tokens came.
         self._failed_after: list[int] | None = None

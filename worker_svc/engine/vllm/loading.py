@@ -1,4 +1,7 @@
-"""Loading of vLLM's engine core for the engine over it. The import raises VersionError with a vLLM that is not supported."""
+"""Loading of vLLM's engine core for the engine over it.
+
+The import raises VersionError with a vLLM that is not supported.
+"""
 
 # ruff: noqa: E402 -- another version of vLLM may lack what is imported: its number is checked before
 
@@ -58,8 +61,8 @@ def load_engine(
 ) -> tuple[VllmEngine, tuple[str, ...]]:
     """Load a model into vLLM and return its engine, and warnings: sentences on known faults of this vLLM.
 
-    `on_lost_rank` is called in a thread of vLLM's when a process of one of several ranks has ended. Raises ModelError
-    in one sentence.
+    `on_lost_rank` is called in a thread of vLLM's when a process of one of several ranks has ended. Raises
+    ModelError in one sentence.
     """
     try:
         check_names(vllm.__version__, Scheduler, Request, SchedulerOutput, KVCacheManager, BlockPool)
