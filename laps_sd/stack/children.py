@@ -39,7 +39,7 @@ Linux counts the end of the *thread* that started a child as its parent's death.
 
 
 def safe_path() -> dict[str, str]:
-    """Return the variables with which Python looks for no module in the current directory: it would take a file
+    """Return the variables with which Python finds no module in the current directory. It would take a file
     redis.py, or a package gateway, of the user for ours. None for a checkout that is found only there.
     """
     root = Path(__file__).parents[2]
