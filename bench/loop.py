@@ -187,7 +187,7 @@ async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> t
 
 @dataclass(frozen=True)
 class Pair:
-    """One run on each side: tokens per second, and the share of the worker's time in which its device was idle."""
+    """One run on each side: tokens per second, and the share of time in which the worker's device was idle."""
 
     bare: float
     stack: float

@@ -1,6 +1,7 @@
 """The tenants of calls and their limits. Only this module decides on them, for every protocol.
 
-The file of tenants (`tenant_file.py`) names them. Limits hold per gateway: no gateway knows the usage at another.
+The file of tenants (`tenant_file.py`) names them. Limits hold per gateway: no gateway knows the usage at
+another.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def judge(
 
 
 def _wrong(outcomes: list[Outcome], injector: FaultInjector) -> tuple[list[str], int]:
-    """Return what is wrong with each request, and the number of errors that are allowed: those of requests that
-    were under way when the record may have lost data."""
+    """Return what is wrong with each request, and the number of allowed errors: of requests that were under way
+    when the record may have lost data."""
     violations: list[str] = []
     allowed = 0
     loses = [done for done in injector.injected if done.loses]

@@ -31,8 +31,8 @@ class TemplateRefused(ValueError):
 class ChatTemplate:
     """A model's Jinja template in a sandbox, with the arguments that `apply_chat_template` of transformers gives it.
 
-    Raises ValueError when the source is not a template. `with_tools` is the source for chats with tools, where a model
-    has one of its own.
+    Raises ValueError when the source is not a template. `with_tools` is the source for chats with tools, where a
+    model has one of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The files of a model that a gateway reads: tokenizer, chat template, context limit. No weights, no torch."""
+"""The files of a model that a gateway reads: tokenizer, chat template, limits. No weights, no torch."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ Lengths = Callable[[Specification], int]
 
 
 def lognormal_lengths(median: float) -> Lengths:
-    """Return output lengths ~ lognormal(ln median, LENGTH_SIGMA), at least 1 token, a function of (prompt, seed)
-    alone."""
+    """Return output lengths ~ lognormal(ln median, LENGTH_SIGMA), at least 1 token, a function of
+    (prompt, seed) alone."""
 
     def length(spec: Specification) -> int:
         draw = random.Random(digest_of(spec)).lognormvariate(0.0, LENGTH_SIGMA)

@@ -204,7 +204,7 @@ class LayerWeights(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """top_k, top_p and min_p of choice rows, as in `sampling.truncation.kept`, and the keys of their noise."""
+    """top_k, top_p and min_p of choice rows, as in `truncation.kept`, and the keys of their noise."""
 
     # int64 [choice rows, 1], or [1, 1] for all; 1 .. MOST_TOP_K, or the vocabulary or more.
     top_k: torch.Tensor

@@ -229,7 +229,7 @@ class FusedLlama:
             self._turns = _turns(cos, sin, turned=heads + kv_heads, still=kv_heads)
 
     def _take_head(self, model: Any, store: LinearStore, *, single: bool) -> Product:
-        """Return the output layer; an embedding of the same weight, if it is large, is read from there too."""
+        """Return the output layer. A large embedding of the same weight is read from there too."""
         weight, bias = model.lm_head.weight, model.lm_head.bias
         same = (
             not isinstance(weight, Quantised)

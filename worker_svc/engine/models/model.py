@@ -140,7 +140,7 @@ class PackedModel:
 
     @torch.inference_mode()
     def optimise(self, *, fused: bool) -> None:
-        """Re-lay the weights for this device, and if `fused`, use `FusedLlama` where it serves. Before `attach`."""
+        """Re-lay the weights for this device, if `fused` for `FusedLlama` where it serves. Before `attach`."""
         store = LinearStore(deterministic=self.deterministic, dtype=self.dtype)
         if fused and FusedLlama.serves(self.model):
             shape = self.shape

@@ -32,9 +32,8 @@ class FormatState:
     def __init__(
         self, matcher: Any, compile_again: Callable[[], Any], words: int, end_ids: tuple[int, ...]
     ) -> None:
-        """`matcher` is the library's, before any output; `compile_again` returns one that shares nothing with it.
-
-        `end_ids`: tokens that end an output. Where the format may end, the library's mask has the first of them.
+        """`matcher` is the library's, before any output; `compile_again` returns one that shares nothing with
+        it. `end_ids`: tokens that end an output. Where it may end, the library's mask has the first of them.
         """
         self._matcher = matcher
         self._compile_again = compile_again
