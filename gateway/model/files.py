@@ -104,7 +104,7 @@ def load_model(
     ModelFilesError.
 
     `context_tokens` overrides the limit in the model's files, `parsers` the dialect of its chat template;
-    without `recommendations` the sampling parameters in generation_config.json are not read.
+    without `recommendations` the sampling parameters in generation_config.json are not used.
     """
     tokenizer = _tokenizer(directory / "tokenizer.json")
     config = _read_json(directory / "config.json")
@@ -148,7 +148,7 @@ def _recommended(path: Path, *, used: bool) -> SamplingParams:
     try:
         return recommended(config) if used else SamplingParams()
     except ValueError as error:
-        raise ModelFilesError(f"{path}: {error}; LAPS_SD_GENERATION_CONFIG=none does not read it") from None
+        raise ModelFilesError(f"{path}: {error}; with LAPS_SD_GENERATION_CONFIG=none it is not used") from None
 
 
 def _context_tokens(directory: Path, given: int | None) -> int:
