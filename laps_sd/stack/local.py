@@ -47,8 +47,6 @@ START_TIMEOUT_EACH_S = 3.0
 """Additional time for each component: they share the machine while they start."""
 STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
 """Seconds between SIGTERM and SIGKILL for each kind, in the order of the stop: less than 5 s in all."""
-TERMINATE_S = 20.0
-"""Seconds that `terminate` waits for the end, in which a component drains."""
 EVERY_S = 0.03
 """Seconds between two looks at whether the components are ready."""
 
@@ -254,13 +252,13 @@ class LocalStack:
         """Send SIGCONT."""
         self.children[self._plan.full_name(name)].signal(signal.SIGCONT)
 
-    def terminate(self, name: str) -> None:
-        """Send SIGTERM and wait for the end, as a rolling update does."""
+    def terminate(self, name: str, *, timeout_s: float = 20.0) -> None:
+        """Send SIGTERM and wait for the end, in which a component drains, as in a rolling update."""
         child = self.children[self._plan.full_name(name)]
         child.request_stop()
-        if not child.wait(TERMINATE_S):
+        if not child.wait(timeout_s):
             raise NotReady(
-                f"{child.name} did not stop within {TERMINATE_S} s of SIGTERM. Its log:\n{child.log_tail()}"
+                f"{child.name} did not stop within {timeout_s} s of SIGTERM. Its log:\n{child.log_tail()}"
             )
 
     def restart(self, name: str, *, wait: bool = True, **settings: object) -> None:
