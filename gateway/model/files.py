@@ -148,7 +148,9 @@ def _recommended(path: Path, *, used: bool) -> SamplingParams:
     try:
         return recommended(config) if used else SamplingParams()
     except ValueError as error:
-        raise ModelFilesError(f"{path}: {error}; with LAPS_SD_GENERATION_CONFIG=none it is not used") from None
+        raise ModelFilesError(
+            f"{path}: {error}; with LAPS_SD_GENERATION_CONFIG=none it is not used"
+        ) from None
 
 
 def _context_tokens(directory: Path, given: int | None) -> int:

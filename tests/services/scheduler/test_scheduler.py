@@ -961,7 +961,9 @@ async def test_a_known_idempotency_key_attaches_to_a_request_that_no_worker_coul
             await gpu.run_round("r1", epoch, 0, [10], end=STOP)
             await client.read("r1-client")
         async with worker(scheduler.address, "small", max_length=64):
-            await wait_until_async(lambda: loop.core.capacity_tokens == 64, description="the large one has gone")
+            await wait_until_async(
+                lambda: loop.core.capacity_tokens == 64, description="the large one has gone"
+            )
             same = await client.submit("r2", submission_id=2, idempotency_key="before it left", **long)
             new = await client.submit("r3", submission_id=3, idempotency_key="after it left", **long)
 
