@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractAsyncContextManager
 from weakref import WeakValueDictionary
 
 from aiohttp import web
 from yarl import URL
 
 from gateway.api.http_errors import ANTHROPIC_PATH, response_of_aiohttp
+from gateway.api.openai.body import Json, read_body
 from gateway.model.fair_turns import FairTurns
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, PermissionDenied
 from laps_sd.service.listening import is_loopback
 
 __all__ = [
-    "BodyTurns",
+    "JsonBodies",
     "expect_continue",
     "id_headers",
     "names_this_machine",
-    "read_bytes",
     "single_header",
     "tenant_of",
     "with_api_key",
@@ -41,37 +40,41 @@ MAX_WAITING_BODIES = 2000
 """Most large bodies of one tenant that wait for that. Our choice: a fifth of LAPS_SD_MAX_HTTP_CONNECTIONS."""
 
 
-class BodyTurns:
-    """Turns of each tenant at sending large bodies: the limits of its calls come after their bodies."""
+class JsonBodies:
+    """Reads the bodies of requests. Each tenant takes turns at sending large ones, since the limits of its calls come
+    after their bodies."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_fields: int) -> None:
+        """`max_fields`: see `read_body`."""
+        self._max_fields = max_fields
         self._of_tenants: WeakValueDictionary[str, FairTurns] = WeakValueDictionary()
+        """Turns of each tenant that sends a large body."""
 
-    def of(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Return the context of one large body. Entering it waits, or raises ResourceExhausted."""
+    async def read(self, request: web.Request, tenant: str) -> Json:
+        """Return the body of a tenant's request; its size is checked before it is read. Raises InvalidArgument,
+        ResourceExhausted."""
+        # A web page may post plain text to any address; for JSON the browser first sends a preflight request,
+        # which is not granted.
+        if request.content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
+        # aiohttp decompresses by the last of several headers.
+        if any(encoding != "identity" for encoding in request.headers.getall("Content-Encoding", [])):
+            raise web.HTTPUnsupportedMediaType(text="the body must not be compressed")
+        most, length = request.client_max_size, request.content_length
+        if length is not None and length > most:
+            raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=length)
+        if length is not None and length < LARGE_BODY_BYTES:
+            return read_body(await _received(request), self._max_fields)
+        async with self._turns_of(tenant).of(tenant):
+            raw = await _received(request)
+        return read_body(raw, self._max_fields)
+
+    def _turns_of(self, tenant: str) -> FairTurns:
         turns = self._of_tenants.get(tenant)
         if turns is None:
             turns = FairTurns(LARGE_BODIES_AT_ONCE, most_waiting=MAX_WAITING_BODIES, what="large bodies")
             self._of_tenants[tenant] = turns
-        return turns.of(tenant)
-
-
-async def read_bytes(request: web.Request, tenant: str, turns: BodyTurns) -> bytes:
-    """Return the bytes of a body; its size is checked before it is read. Raises ResourceExhausted."""
-    # A web page may post plain text to any address; for JSON the browser first sends a preflight request,
-    # which is not granted.
-    if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(text="the Content-Type must be application/json")
-    # aiohttp decompresses by the last of several headers.
-    if any(encoding != "identity" for encoding in request.headers.getall("Content-Encoding", [])):
-        raise web.HTTPUnsupportedMediaType(text="the body must not be compressed")
-    most = request.client_max_size
-    if request.content_length is not None and request.content_length > most:
-        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=request.content_length)
-    if request.content_length is not None and request.content_length < LARGE_BODY_BYTES:
-        return await _received(request)
-    async with turns.of(tenant):
-        return await _received(request)
+        return turns
 
 
 async def _received(request: web.Request) -> bytes:

@@ -50,17 +50,16 @@ from gateway.api.http_errors import (
     response_of_aiohttp,
 )
 from gateway.api.http_requests import (
-    BodyTurns,
+    JsonBodies,
     expect_continue,
     id_headers,
-    read_bytes,
     single_header,
     tenant_of,
 )
 from gateway.api.http_stream import Turn, send_stream
 from gateway.api.http_vllm import VllmRoutes
 from gateway.api.openai.answer import MakeReply
-from gateway.api.openai.body import Json, read_body
+from gateway.api.openai.body import Json
 from gateway.api.openai.errors import with_format_field
 from gateway.api.openai.fields_of_chats import renamed
 from gateway.api.openai.headers import read_ttl_s
@@ -105,7 +104,7 @@ class HttpServer:
         self._created = int(time.time())
         self._turn = Turn()
         self._open = OpenCalls()
-        self._bodies = BodyTurns()
+        self._bodies = JsonBodies(calls.settings.max_message_fields)
         self._unknown = UnknownFields(calls.settings.unknown_fields)
         self._cors = Cors(calls.settings.cors_origins)
         self.port = 0
@@ -243,10 +242,7 @@ class HttpServer:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         caller = Caller(tenant=tenant_of(request, self._tenants))
         with self._calls.refusals(caller):
-            body = read_body(
-                await read_bytes(request, caller.tenant, self._bodies),
-                self._calls.settings.max_message_fields,
-            )
+            body = await self._bodies.read(request, caller.tenant)
             (prompt,) = read_count(body, self._unknown).requests
         ids = await self._calls.tokenize(prompt, caller)
         return web.json_response({"input_tokens": len(ids)})
@@ -294,13 +290,7 @@ class HttpServer:
             ttl_s = read_ttl_s(
                 TTL_HEADER, single_header(request, TTL_HEADER), self._calls.settings.max_time_limit_s
             )
-            parsed, make_reply = read(
-                read_body(
-                    await read_bytes(request, caller.tenant, self._bodies),
-                    self._calls.settings.max_message_fields,
-                ),
-                self._unknown,
-            )
+            parsed, make_reply = read(await self._bodies.read(request, caller.tenant), self._unknown)
             _put_key(parsed, check_text(KEY_HEADER, single_header(request, KEY_HEADER)))
         scores = any(one.HasField("logprobs") or one.HasField("prompt_logprobs") for one in parsed.requests)
         async with AsyncExitStack() as stack:

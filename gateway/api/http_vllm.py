@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 import laps_sd
-from gateway.api.http_requests import BodyTurns, expect_continue, read_bytes, tenant_of
-from gateway.api.openai.body import Json, read_body
+from gateway.api.http_requests import JsonBodies, expect_continue, tenant_of
+from gateway.api.openai.body import Json
 from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.tokens import read_detokenize, read_tokenize, tokens_json
 from gateway.api.openai.unknown_fields import OnUnknown
@@ -21,8 +21,7 @@ __all__ = ["VllmRoutes"]
 class VllmRoutes:
     """The handlers of these endpoints."""
 
-    def __init__(self, calls: Calls, tenants: Tenants, on_unknown: OnUnknown, bodies: BodyTurns) -> None:
-        """`bodies`: see `read_bytes`."""
+    def __init__(self, calls: Calls, tenants: Tenants, on_unknown: OnUnknown, bodies: JsonBodies) -> None:
         self._calls = calls
         self._bodies = bodies
         self._tenants = tenants
@@ -71,8 +70,5 @@ class VllmRoutes:
         """Return the caller of a call and its body. Raises Unauthenticated, InvalidArgument."""
         caller = Caller(tenant=tenant_of(request, self._tenants))
         with self._calls.refusals(caller):
-            body = read_body(
-                await read_bytes(request, caller.tenant, self._bodies),
-                self._calls.settings.max_message_fields,
-            )
+            body = await self._bodies.read(request, caller.tenant)
         return caller, body
