@@ -66,7 +66,8 @@ class FairTurns:
         if self._free:
             self._free -= 1
             return
-        if size and 0 < self._sizes[tenant] > self._most_waiting - size:
+        waiting = self._sizes[tenant]
+        if size and waiting and waiting + size > self._most_waiting:
             raise ResourceExhausted(
                 f"too many {self._what} of the tenant wait at this gateway", retry_after_s=1.0
             )
