@@ -106,6 +106,10 @@ async def _hello(context: Any, kind: str) -> Any:
     return message.hello
 
 
+def _not_leader(leadership: Leadership) -> gateway_pb.NotLeader:
+    return gateway_pb.NotLeader(leader_address=leadership.leader_address)
+
+
 def _version(offered: Any) -> int | None:
     """Return the newest protocol version that both sides support; None without one."""
     return max(set(offered) & set(PROTOCOL_VERSIONS), default=None)
@@ -146,11 +150,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
         leadership = self._leadership
         loop = leadership.serving
         if loop is None:
-            await context.write(
-                gateway_pb.GatewayLinkReply(
-                    not_leader=gateway_pb.NotLeader(leader_address=leadership.leader_address)
-                )
-            )
+            await context.write(gateway_pb.GatewayLinkReply(not_leader=_not_leader(leadership)))
             return
         version = _version(hello.protocol_versions)
         if version is None:
@@ -203,11 +203,7 @@ class WorkerLink(worker_link_pb2_grpc.WorkerLinkServicer):
         leadership = self._leadership
         loop = leadership.serving
         if loop is None:
-            await context.write(
-                worker_pb.WorkerLinkReply(
-                    not_leader=gateway_pb.NotLeader(leader_address=leadership.leader_address)
-                )
-            )
+            await context.write(worker_pb.WorkerLinkReply(not_leader=_not_leader(leadership)))
             return
         version = _version(hello.protocol_versions)
         refused = self._refusal(loop, hello, version)
