@@ -3,7 +3,7 @@ and the time in which a client reads nothing.
 
 aiohttp has no such bounds: a client that sends one header a minute, or nothing at all, keeps a connection, and
 its file, for an hour or without limit. Connections are counted from their acceptance on, before the TLS
-handshake, which asyncio's servers show to nobody.
+handshake, of which asyncio's servers show nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STALLED_S = 300.0
 """Longest time, in seconds, in which a client reads nothing of an answer that waits for it. Our choice: the
 time after which Envoy ends an idle stream."""
 ACCEPTED_TOGETHER = 128
-"""Most connections that are accepted before other work of the loop goes on."""
+"""Most connections that are accepted before the loop does other work."""
 ACCEPT_AGAIN_S = 1.0
 """Pause after a failure to accept: mostly no file descriptor is left. asyncio's choice."""
 AGE_SPREAD = 0.1

@@ -533,9 +533,8 @@ class Clients:
                 self._accept(session, submission, live, turn.now_s)
             else:
                 if unavailable is None and request_id not in self._working_copy.restoring:
-                    self._working_copy.doubtful.add(
-                        request_id
-                    )  # refused earlier, and written after its withdrawal
+                    # It was refused earlier, and written after its withdrawal.
+                    self._working_copy.doubtful.add(request_id)
                 why = "" if unavailable is None else f": {unavailable}"
                 detail = f"the request {request_id} of this key cannot be read now{why}"
                 _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)

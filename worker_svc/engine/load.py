@@ -103,7 +103,7 @@ def _check_deterministic(options: LoadOptions, device: torch.device) -> None:
 
 
 def _check_exact(options: LoadOptions, target: PackedModel) -> None:
-    """Raise ModelError if this target is not deterministic, and the options say so."""
+    """Raise ModelError if this target is not deterministic, and the options require it."""
     if options.deterministic and options.dtype != "float32" and not target.exact:
         raise ModelError(
             f"deterministic in {options.dtype} needs a target of the Llama family, of sizes that are "

@@ -1654,7 +1654,7 @@ class TestConnections:
     async def test_one_whose_client_reads_nothing_is_ended(
         self, serve: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Answers that nobody reads would keep the connection for ever: it needs no key, only a path without one."""
+        """Unread answers would keep the connection without end: it needs no key, only a path without one."""
         monkeypatch.setattr(http_connections, "STALLED_S", 0.2)
         served: Served = await serve()
         http = served.running.gateway.http

@@ -74,7 +74,7 @@ class Rounds:
         forward_s = ended - verify_started
         prefill_s = forward_s * self._prefill_share(requests, plan.keys)
         self._observe_costs(requests, pair.clock() - round_clock - swapping_s, steps, plan.keys)
-        # After the measurement: what it costs says nothing about draft lengths.
+        # After the measurement: its cost does not depend on draft lengths.
         settled = self.remaining.settle(requests, reports)
         free_target, free_draft = pair.free_blocks
         return RoundResult(
