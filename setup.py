@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: the engine's kernels in C, and modules compiled ahead of time by mypyc. With
 COMPILE_CORE=1 these are the scheduling core and the path of a report through its leader, for which mypy needs the
-types of all that they import; with COMPILE_CORE=core the core alone, which imports the standard library only. With
+types of all that they import; with COMPILE_CORE=core the core alone, which imports the standard library and librt only. With
 PURE_PYTHON=1 neither: the wheel then suits every Python and machine."""
 
 import os
@@ -54,7 +54,8 @@ def compiled_core() -> list[Any]:
         return []
     from mypyc.build import mypycify
 
-    core = (path for path in Path("scheduler_svc/core").rglob("*.py") if path.name != "__init__.py")
+    interpreted = "__init__.py", "native.py"
+    core = (path for path in Path("scheduler_svc/core").rglob("*.py") if path.name not in interpreted)
     inside_vllm = (Path(f"laps_vllm/{name}.py") for name in ("merged_steps", "one_worker"))
     return list(
         mypycify(

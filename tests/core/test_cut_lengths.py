@@ -160,13 +160,13 @@ class TestOneTable:
                 table.observe(min(length, 100), cut=length > 100)
             often.rebuild(None)
         once.rebuild(None)
-        assert often.masses == once.masses
+        assert list(often.masses) == list(once.masses)
 
     def test_the_order_changes_nothing_but_what_is_forgotten(self) -> None:
         lengths = sorted(drawn(50, 150, 1.0))
         up, down = limited(lengths, 100), limited(lengths[::-1], 100)
         assert up.left(0, MOST).mean == pytest.approx(down.left(0, MOST).mean, rel=0.05)
-        assert up.masses == pytest.approx(down.masses, abs=2e-3)
+        assert list(up.masses) == pytest.approx(list(down.masses), abs=2e-3)
 
     def test_cuts_are_forgotten_like_ends(self) -> None:
         table = LengthTable()

@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from typing import Final, final
 
+from scheduler_svc.core.native import append, vec
+
 WEIGHT_VARIANCE: Final = 1.0
 """Variance of a weight that nothing is known of."""
 EVERYONE_VARIANCE: Final = 1.0
@@ -59,7 +61,7 @@ class Explained:
     def __init__(
         self,
         request: LearnedRequest,
-        parts: list[float],
+        parts: vec[float],
         start: float,
         variance: float,
         fresh: float,
@@ -87,12 +89,12 @@ class FullCovariance:
         self.factor_variance = START_VARIANCE
         self.has_gains = False
         """Whether anything is to be added to weights."""
-        self._rows: Final[list[list[float]]] = []
+        self._rows: Final[list[vec[float]]] = []
         """The inverse of the Cholesky factor of the covariance of the requests' ln(length)."""
-        self._starts: Final[list[float]] = []
+        self._starts = vec[float]()
         """Their start weights' sums, multiplied by the rows."""
-        self._fresh: Final[list[float]] = []
-        self._warm: Final[list[float]] = []
+        self._fresh = vec[float]()
+        self._warm = vec[float]()
         """What is to be added to the weights and locations of the requests in either sum, per their variance and the
         request's scale, in parts."""
         self._by_feature: Final[dict[int, list[int]]] = {}
@@ -101,7 +103,7 @@ class FullCovariance:
     def explained(self, request: LearnedRequest) -> Explained:
         """Return what the first requests show of this one."""
         covariances = self._covariances(request)
-        parts = []
+        parts, starts, of_fresh, of_warm = vec[float](), self._starts, self._fresh, self._warm
         own = (
             WEIGHT_VARIANCE * request.scale * request.scale * len(request.features)
             + EVERYONE_VARIANCE
@@ -113,20 +115,21 @@ class FullCovariance:
             part = 0.0
             for j in range(i + 1):
                 part += row[j] * covariances[j]
-            parts.append(part)
-            start -= part * self._starts[i]
+            parts = append(parts, part)
+            start -= part * starts[i]
             variance -= part * part
-            fresh += part * self._fresh[i]
-            warm += part * self._warm[i]
+            fresh += part * of_fresh[i]
+            warm += part * of_warm[i]
         return Explained(request, parts, start, variance, fresh, warm)
 
     def move(self, found: Explained, fresh_gain: float, warm_gain: float, factor_gain: float) -> None:
         """Move the first requests' weights and locations for these gains of another request, which moves its own. The
         factor of the start weights moves by `factor_gain`."""
+        parts, starts, fresh, warm = found.parts, self._starts, self._fresh, self._warm
         for i in range(len(self.requests)):
-            part = found.parts[i]
-            self._fresh[i] = self._fresh[i] - part * fresh_gain
-            self._warm[i] = self._warm[i] - part * warm_gain - self._starts[i] * factor_gain
+            part = parts[i]
+            fresh[i] = fresh[i] - part * fresh_gain
+            warm[i] = warm[i] - part * warm_gain - starts[i] * factor_gain
         self.has_gains = True
 
     def add(
@@ -141,46 +144,45 @@ class FullCovariance:
         variance = found.variance + error_variance
         self.factor_variance /= 1 + self.factor_variance * found.start * found.start / variance
         root = math.sqrt(variance)
-        row = [-share / root for share in self._shares(found.parts)]
-        row.append(1 / root)
+        row, starts, warm = self._shares(found.parts), self._starts, self._warm
         for i in range(len(self.requests)):
-            self._warm[i] = self._warm[i] - self._starts[i] * factor_gain
+            row[i] = -row[i] / root
+            warm[i] = warm[i] - starts[i] * factor_gain
         # A part of its own, so those of the others need not change.
-        self._fresh.append(fresh_gain * root)
-        self._warm.append(warm_gain * root)
-        self._starts.append(found.start / root)
-        self._rows.append(row)
+        self._fresh = append(self._fresh, fresh_gain * root)
+        self._warm = append(warm, warm_gain * root)
+        self._starts = append(starts, found.start / root)
+        self._rows.append(append(row, 1 / root))
         for feature in found.request.features:
             self._by_feature.setdefault(feature, []).append(len(self.requests))
         self.requests.append(found.request)
         self.has_gains = True
 
-    def take_gains(self) -> tuple[list[float], list[float]]:
+    def take_gains(self) -> tuple[vec[float], vec[float]]:
         """Return what is to be added to the weights and locations of each request in either sum, per their variance and
         the request's scale, and keep it no longer."""
         fresh, warm = self._shares(self._fresh), self._shares(self._warm)
-        for i in range(len(self.requests)):
-            self._fresh[i] = self._warm[i] = 0.0
+        self._fresh = vec[float]([0.0] * len(self.requests))
+        self._warm = vec[float]([0.0] * len(self.requests))
         self.has_gains = False
         return fresh, warm
 
-    def _shares(self, parts: list[float]) -> list[float]:
+    def _shares(self, parts: vec[float]) -> vec[float]:
         """Return by request what is given in parts."""
-        shares = []
-        for j in range(len(parts)):
-            share = 0.0
-            for i in range(j, len(parts)):
-                share += self._rows[i][j] * parts[i]
-            shares.append(share)
+        shares = vec[float]([0.0] * len(parts))
+        for i in range(len(parts)):
+            row, part = self._rows[i], parts[i]
+            for j in range(i + 1):
+                shares[j] = shares[j] + row[j] * part
         return shares
 
-    def _covariances(self, request: LearnedRequest) -> list[float]:
+    def _covariances(self, request: LearnedRequest) -> vec[float]:
         """Return the covariance of this request's ln(length) with that of each first one."""
-        common = [0] * len(self.requests)
+        common = vec[float]([0.0] * len(self.requests))
         for feature in request.features:
             for i in self._by_feature.get(feature, ()):
-                common[i] += 1
-        covariances = []
+                common[i] = common[i] + 1.0
+        covariances = vec[float]()
         for i in range(len(self.requests)):
             other = self.requests[i]
             covariance = EVERYONE_VARIANCE + WEIGHT_VARIANCE * request.scale * other.scale * common[i]
@@ -188,5 +190,5 @@ class FullCovariance:
                 covariance += LOCATION_VARIANCE
             if other.tenant == request.tenant:
                 covariance += LOCATION_VARIANCE
-            covariances.append(covariance)
+            covariances = append(covariances, covariance)
         return covariances

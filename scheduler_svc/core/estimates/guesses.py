@@ -26,6 +26,7 @@ from scheduler_svc.core.estimates.lengths import (
     bounded,
     chance_above,
 )
+from scheduler_svc.core.native import append, vec
 
 REACH: Final = 5.0
 """Distance from a guess within which lengths are considered, in spreads."""
@@ -43,6 +44,8 @@ distribution."""
 BINS_PER_SUM: Final = 8
 """Bins from one sum that is kept of a distribution to the next; a sum between them is computed when it is needed. To
 keep the sum at each bin made a distribution twice as costly, and each is used twice in the mean."""
+
+
 _below: Final = NormalDist().inv_cdf
 
 
@@ -100,14 +103,15 @@ class _Normal:
         self.cell_width = cell_width = LOG_BIN / cells_per_bin
         self.reach = math.ceil(REACH * spread / cell_width) + cells_per_bin
         """The middle is there in both lists."""
-        self.above: list[float] = []
-        """Probability of more than each cell."""
-        self.shifted: list[float] = []
-        """Share of the exponential's mean that lies above."""
+        above, shifted = vec[float](), vec[float]()
         for cell in range(-self.reach, self.reach + 1):
             z = cell * cell_width / spread
-            self.above.append(chance_above(z))
-            self.shifted.append(chance_above(z - spread))
+            above = append(above, chance_above(z))
+            shifted = append(shifted, chance_above(z - spread))
+        self.above: Final = above
+        """Probability of more than each cell."""
+        self.shifted: Final = shifted
+        """Share of the exponential's mean that lies above."""
 
 
 _normals: Final[dict[int, _Normal]] = {}
@@ -129,7 +133,7 @@ class _Likely:
     but for one factor. Between the edges of a bin they are exact. Bins are counted from the longest one in reach.
     """
 
-    def __init__(self, masses: list[float], cell: int, normal: _Normal) -> None:
+    def __init__(self, masses: vec[float], cell: int, normal: _Normal) -> None:
         self._normal = normal
         self._masses = masses
         self._cell = cell
@@ -144,11 +148,13 @@ class _Likely:
         # Lengths beyond the last bin are taken to be as likely as those in it.
         mass, end = self._mass(0), self._end(0)
         tail, moment = mass * normal.above[end], mass * normal.shifted[end]
-        self._tails, self._moments = [tail], [moment]
+        tails, moments = vec[float]([tail]), vec[float]([moment])
         for start in range(0, bins, BINS_PER_SUM):
             tail, moment = self._with_bins(start, min(BINS_PER_SUM, bins - start), tail, moment)
-            self._tails.append(tail)
-            self._moments.append(moment)
+            tails = append(tails, tail)
+            moments = append(moments, moment)
+        self._tails: Final = tails
+        self._moments: Final = moments
 
     def left(self, emitted: int, most: int, basis: Basis) -> TokensLeft:
         """Return the tokens left; see `GuessedLengths.left`."""
@@ -193,17 +199,18 @@ class _Likely:
 
     def _beyond(self, length: int) -> tuple[float, float]:
         """Return the share that is longer, and its moment."""
+        tails, moments = self._tails, self._moments
         if length == 0:
-            return self._tails[-1], self._moments[-1]
+            return tails[-1], moments[-1]
         log_length = math.log(length)
         from_last = self._last - 1 - int(log_length / LOG_BIN)
         if from_last >= self._bins:
-            return self._tails[-1], self._moments[-1]
+            return tails[-1], moments[-1]
         if from_last < 0:
             from_last = 0
         kept = from_last // BINS_PER_SUM
         tail, moment = self._with_bins(
-            kept * BINS_PER_SUM, from_last % BINS_PER_SUM, self._tails[kept], self._moments[kept]
+            kept * BINS_PER_SUM, from_last % BINS_PER_SUM, tails[kept], moments[kept]
         )
         normal = self._normal
         z = (log_length - self._centre) / normal.spread

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import BY_CLASS, Basis
-from scheduler_svc.core.native import mypyc_attr
+from scheduler_svc.core.native import append, mypyc_attr, vec
 
 DEFAULT_LOG_MEAN: Final = math.log(150)
 DEFAULT_LOG_SPREAD: Final = 1.0
@@ -44,8 +44,9 @@ LOG_BIN: Final = math.log(BIN_RATIO)
 BINS: Final = 150
 EDGES: Final = [0.0, *(BIN_RATIO**i for i in range(BINS))]
 """Bin i holds the lengths in (edge i, edge i+1]."""
-_MIDDLES: Final = [(low + high) / 2 for low, high in pairwise(EDGES)]
-_LOG_MIDDLES: Final = [math.log(max(1.0, middle)) for middle in _MIDDLES]
+_EDGES: Final = vec[float](EDGES)
+_MIDDLES: Final = vec[float]([(low + high) / 2 for low, high in pairwise(EDGES)])
+_LOG_MIDDLES: Final = vec[float]([math.log(max(1.0, middle)) for middle in _MIDDLES])
 _KEEP: Final = 1 - 1 / FORGET_REQUESTS
 _LARGEST_UNIT: Final = 1e9
 _ROOT_HALF: Final = math.sqrt(0.5)
@@ -79,18 +80,22 @@ def chance_above(z: float) -> float:
     return 0.5 * _erfc(z * _ROOT_HALF)
 
 
-def _shape(log_mean: float, log_variance: float) -> list[float]:
+def _zeros() -> vec[float]:
+    return vec[float]([0.0] * BINS)
+
+
+def _shape(log_mean: float, log_variance: float) -> vec[float]:
     """Return the masses of a lognormal in each bin."""
     log_spread = math.sqrt(max(LEAST_LOG_SPREAD**2, log_variance))
-    masses, before = [], 1.0
+    masses, before = _zeros(), 1.0
     for i in range(BINS):
         above = chance_above((i * LOG_BIN - log_mean) / log_spread)
-        masses.append(before - above)
+        masses[i] = before - above
         before = above
     return masses
 
 
-def _completed(ends: list[float], cuts: list[float], shape: list[float]) -> list[float]:
+def _completed(ends: vec[float], cuts: vec[float], shape: vec[float]) -> vec[float]:
     """Return the requests in each bin, the cut ones included. They are spread over the lengths beyond their
     cut like the requests that came that far: `ends`, and `SHAPE_WEIGHT` requests of the masses `shape`.
 
@@ -98,12 +103,12 @@ def _completed(ends: list[float], cuts: list[float], shape: list[float]) -> list
     exactly `ends` without cuts.
     """
     beyond = 0.0
-    beyond_cut = [0.0] * BINS
+    beyond_cut = _zeros()
     for i in range(BINS - 1, -1, -1):
         beyond += ends[i] + SHAPE_WEIGHT * shape[i]
         beyond_cut[i] = beyond
         beyond += cuts[i]
-    completed = []
+    completed = _zeros()
     factor = 1.0
     for i in range(BINS):
         own = ends[i]
@@ -112,13 +117,15 @@ def _completed(ends: list[float], cuts: list[float], shape: list[float]) -> list
                 factor *= 1 + cuts[i] / beyond_cut[i]
             else:
                 own += cuts[i]
-        completed.append(factor * own + (factor - 1) * SHAPE_WEIGHT * shape[i])
+        completed[i] = factor * own + (factor - 1) * SHAPE_WEIGHT * shape[i]
     return completed
 
 
-def _sums_from(values: list[float]) -> list[float]:
-    """Return at i the sum of the values from i on; one more than values, ending in 0."""
-    return [*accumulate(reversed(values), initial=0.0)][::-1]
+def _scaled(values: vec[float], factor: float) -> vec[float]:
+    scaled = _zeros()
+    for i in range(BINS):
+        scaled[i] = values[i] * factor
+    return scaled
 
 
 DEFAULT_MASSES: Final = _shape(DEFAULT_LOG_MEAN, DEFAULT_LOG_SPREAD**2)
@@ -132,8 +139,8 @@ class LengthTable:
     """
 
     def __init__(self) -> None:
-        self._counts = [0.0] * BINS
-        self._cuts = [0.0] * BINS
+        self._counts = _zeros()
+        self._cuts = _zeros()
         self._unit = 1.0
         """Weight of the newest observation in `_counts` and `_cuts`. It grows, which is cheaper than to decay
         all of them."""
@@ -156,13 +163,13 @@ class LengthTable:
 
     def restore(self, counts: list[float], cuts: list[float]) -> None:
         """Take up the `counts` and `cuts` of a table, and forget the present ones."""
-        self._counts = [*counts]
-        self._cuts = [*cuts]
+        self._counts = vec[float](counts)
+        self._cuts = vec[float](cuts)
         self._unit = 1.0
         self.weight = math.fsum(counts) + math.fsum(cuts)
 
     @property
-    def masses(self) -> list[float]:
+    def masses(self) -> vec[float]:
         """Return the share of the lengths in each bin, as of the last build."""
         return self._masses
 
@@ -175,21 +182,22 @@ class LengthTable:
         """Learn from a request that ended by itself after `length` tokens, or was `cut` after them."""
         self._unit /= _KEEP
         i = min(bisect_left(EDGES, length) - 1, BINS - 1)
+        counts, cuts = self._counts, self._cuts
         if not cut:
-            self._counts[i] += self._unit
+            counts[i] = counts[i] + self._unit
         elif i == BINS - 1:
-            self._cuts[i] += self._unit
+            cuts[i] = cuts[i] + self._unit
         else:
             # A limit between two edges is shared between them: at the lower one alone the bin would have too
             # few requests that came through it, at the upper one too many.
-            part = (length - EDGES[i]) / (EDGES[i + 1] - EDGES[i])
-            self._cuts[i] += (1 - part) * self._unit
-            self._cuts[i + 1] += part * self._unit
+            part = (length - _EDGES[i]) / (_EDGES[i + 1] - _EDGES[i])
+            cuts[i] = cuts[i] + (1 - part) * self._unit
+            cuts[i + 1] = cuts[i + 1] + part * self._unit
         self.weight = self.weight * _KEEP + 1
         self._since_built += 1
         if self._unit > _LARGEST_UNIT:
-            self._counts = self.counts
-            self._cuts = self.cuts
+            self._counts = _scaled(counts, 1 / self._unit)
+            self._cuts = _scaled(cuts, 1 / self._unit)
             self._unit = 1.0
 
     def rebuild(self, pool: LengthTable | None) -> None:
@@ -198,9 +206,8 @@ class LengthTable:
         """
         mean = DEFAULT_LOG_MEAN if pool is None else pool._log_mean
         variance = DEFAULT_LOG_SPREAD**2 if pool is None else pool._log_variance
-        per_unit = 1 / self._unit
-        ends = [count * per_unit for count in self._counts]
-        cuts = [count * per_unit for count in self._cuts]
+        ends = _scaled(self._counts, 1 / self._unit)
+        cuts = _scaled(self._cuts, 1 / self._unit)
         if any(cuts):
             # Where cut requests would have ended depends on mean and variance, and these depend on that. Each
             # build begins with the prior, so that equal observations give equal tables.
@@ -215,10 +222,13 @@ class LengthTable:
             self._fit(lengths, mean, variance)
             shape = _shape(self._log_mean, self._log_variance)
         share = 1 / (self.weight + SHAPE_WEIGHT)
-        self._masses = [(lengths[i] + SHAPE_WEIGHT * shape[i]) * share for i in range(BINS)]
+        masses = _zeros()
+        for i in range(BINS):
+            masses[i] = (lengths[i] + SHAPE_WEIGHT * shape[i]) * share
+        self._masses = masses
         self._build()
 
-    def _fit(self, lengths: list[float], mean: float, variance: float) -> None:
+    def _fit(self, lengths: vec[float], mean: float, variance: float) -> None:
         """Compute mean and variance of ln(length) from the requests in each bin, and `SHAPE_PRIOR` requests
         with a prior `mean` and `variance`.
         """
@@ -235,12 +245,15 @@ class LengthTable:
     def _build(self) -> None:
         self._since_built = 0
         # Sums over the bins from i on: the share of lengths there, and share × length.
-        self._tail = _sums_from(self._masses)
-        self._moment = _sums_from(
-            [mass * middle for mass, middle in zip(self._masses, _MIDDLES, strict=True)]
-        )
-        self._low: list[float] = []
-        self._high: list[float] = []
+        tail, moment = vec[float]([0.0] * (BINS + 1)), vec[float]([0.0] * (BINS + 1))
+        for i in range(BINS - 1, -1, -1):
+            mass = self._masses[i]
+            tail[i] = tail[i + 1] + mass
+            moment[i] = moment[i + 1] + mass * _MIDDLES[i]
+        self._tail, self._moment = tail, moment
+        self._low = vec[float]()
+        """Ends of the credible interval at each edge, once they were needed."""
+        self._high = vec[float]()
 
     def _build_intervals(self) -> None:
         """Compute the ends of the credible interval at each edge, for requests that have emitted that many
@@ -253,8 +266,8 @@ class LengthTable:
         """Return the share of the lengths beyond `length`, which is in bin i, and share × length over them;
         flat inside a bin.
         """
-        end = EDGES[i + 1]
-        inside = self._masses[i] * (end - length) / (end - EDGES[i])
+        end = _EDGES[i + 1]
+        inside = self._masses[i] * (end - length) / (end - _EDGES[i])
         return self._tail[i + 1] + inside, self._moment[i + 1] + inside * (end + length) / 2
 
     def after(self, emitted: int) -> LengthTable:
@@ -263,12 +276,12 @@ class LengthTable:
         i = _bin_above(emitted)
         survivors = self._beyond(emitted, i)[0] if i < BINS else 0.0
         if survivors >= _NOTHING:
-            masses, above = [], survivors
-            for edge in EDGES[1:]:
-                end = emitted + int(edge)
+            masses, above = _zeros(), survivors
+            for residual_bin in range(BINS):
+                end = emitted + int(_EDGES[residual_bin + 1])
                 i = _bin_above(end)
                 beyond = self._beyond(end, i)[0] if i < BINS else 0.0
-                masses.append(max(0.0, above - beyond) / survivors)
+                masses[residual_bin] = max(0.0, above - beyond) / survivors
                 above = beyond
             residual._masses = masses
             residual._build()
@@ -285,10 +298,10 @@ class LengthTable:
         last = _bin_above(most)
         cut, cut_moment = self._beyond(most, last) if last < BINS else (0.0, 0.0)
         mean = (moment - cut_moment + cut * most) / survivors - emitted
-        if not self._low:
+        if len(self._low) == 0:
             self._build_intervals()
-        start = EDGES[i]
-        part = (emitted - start) / (EDGES[i + 1] - start)
+        start = _EDGES[i]
+        part = (emitted - start) / (_EDGES[i + 1] - start)
         low, high = self._low[i], self._high[i]
         low += part * (self._low[i + 1] - low)
         high += part * (self._high[i + 1] - high)
@@ -303,9 +316,9 @@ def _bin_above(length: int) -> int:
     return _BIN_ABOVE[length] if length <= 4096 else bisect_right(EDGES, length) - 1
 
 
-def _exceeded_by(share: float, tail: list[float]) -> list[float]:
+def _exceeded_by(share: float, tail: vec[float]) -> vec[float]:
     """Return at each edge the length that this share of the lengths beyond the edge exceeds."""
-    lengths = []
+    lengths = vec[float]()
     end = 1
     for i in range(BINS):
         wanted = tail[i] * share
@@ -314,9 +327,8 @@ def _exceeded_by(share: float, tail: list[float]) -> list[float]:
             end += 1
         mass = tail[end - 1] - tail[end]
         in_bin = (wanted - tail[end]) / mass if mass > 0 else 0.0
-        lengths.append(EDGES[end] - in_bin * (EDGES[end] - EDGES[end - 1]))
-    lengths.append(EDGES[BINS])
-    return lengths
+        lengths = append(lengths, _EDGES[end] - in_bin * (_EDGES[end] - _EDGES[end - 1]))
+    return append(lengths, _EDGES[BINS])
 
 
 def _lindy(emitted: int, most: int) -> TokensLeft:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
@@ -17,7 +16,7 @@ from laps_sd.contract.choose import HYSTERESIS, ON_DEVICE, ON_HOST
 from scheduler_svc.core.estimates.basis import Basis
 from scheduler_svc.core.estimates.lengths import TokensLeft
 from scheduler_svc.core.estimates.priors import Priors
-from scheduler_svc.core.native import mypyc_attr
+from scheduler_svc.core.native import mypyc_attr, vec
 from scheduler_svc.core.rank import RankKey, Remaining, pack_rank_class
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.core.state.request import Request
@@ -192,14 +191,20 @@ class Levels:
     end."""
 
     def __init__(self, settings: CoreSettings) -> None:
-        self._ends_s = [
-            settings.level_base_s * settings.level_factor ** (level + 1e-12)
-            for level in range(settings.level_count - 1)
-        ]
+        self._ends_s: Final = vec[float](
+            [
+                settings.level_base_s * settings.level_factor ** (level + 1e-12)
+                for level in range(settings.level_count - 1)
+            ]
+        )
 
     def of(self, service_s: float) -> int:
         """Return the level of `service_s` seconds of service."""
-        return bisect_left(self._ends_s, service_s)
+        ends_s = self._ends_s
+        for level in range(len(ends_s)):
+            if service_s <= ends_s[level]:
+                return level
+        return len(ends_s)
 
 
 def _widen(low: float, high: float, spread: float) -> tuple[float, float]:
