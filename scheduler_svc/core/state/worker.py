@@ -9,6 +9,7 @@ from typing import Final
 
 from laps_sd.contract.choose import LATCH_OFF, RESERVED_ONE_IN, reserved_slots
 from scheduler_svc.core.events import WorkerFacts
+from scheduler_svc.core.rank import OrderKey
 from scheduler_svc.core.state.request import Request, order_key_of
 
 MOST_TAKEN_OFF: Final = 256
@@ -18,6 +19,8 @@ STUCK_REPORTS: Final = 2
 memory, or must have left a slot free before this counts as idle; one may come between the lease and the first
 round.
 """
+MOST_MOVES: Final = 8
+"""Places that a member moves by in the mean, beyond which its list is not nearly sorted. Our choice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +183,7 @@ class Worker:
         bisection for each member.
         """
         if not self._is_in_order:
-            self._listed.sort(key=order_key_of)
+            _sort(self._listed)
             self._is_in_order = True
         return self._listed
 
@@ -219,3 +222,31 @@ class Worker:
     def reorder(self) -> None:
         """Note that the order key of a member changed."""
         self._is_in_order = False
+
+
+def _sort(requests: list[Request]) -> None:
+    """Sort a nearly sorted list, the best first. Compiled, insertion takes a tenth of the time of `list.sort`, which
+    makes an object of each key.
+    """
+    moves = MOST_MOVES * len(requests)
+    for at in range(1, len(requests)):
+        request = requests[at]
+        key = request.order_key
+        to = at
+        while to > 0 and _is_less(key, requests[to - 1].order_key):
+            requests[to] = requests[to - 1]
+            to -= 1
+        requests[to] = request
+        moves -= at - to
+        if moves < 0:
+            requests.sort(key=order_key_of)
+            return
+
+
+def _is_less(key: OrderKey, other: OrderKey) -> bool:
+    # Compiled, tuples are compared as objects, and their items are not.
+    if key[0] != other[0]:
+        return key[0] < other[0]
+    if key[1] != other[1]:
+        return key[1] < other[1]
+    return key[2] < other[2]
