@@ -266,7 +266,8 @@ def _steal(shard: Shard, ledger: Ledger, priors: Priors) -> None:
     Between two workers that no event of this step was about there is nothing new. So only those it was about look at
     the longest lists, and the others at theirs: the cost of a step does not grow with the pairs of workers.
     """
-    if not _has_victims(shard):
+    thieves = list(_with_free_slots(shard))
+    if not thieves or not _has_victims(shard):
         return
     orders = shard.worker_orders
     crowded = [worker for worker in shard.touched.values() if worker.takes_work and _is_crowded(worker)]
@@ -274,7 +275,7 @@ def _steal(shard: Shard, ledger: Ledger, priors: Priors) -> None:
     shortest = {worker.worker_id: _shortest_waiting(worker) for worker in crowded}
     short = [worker for worker in shard.touched.values() if worker.worker_id in shard.short_of_blocks]
     looked = 0
-    for thief in list(_with_free_slots(shard)):
+    for thief in thieves:
         if thief.worker_id in shard.touched:
             longest = takewhile(_is_crowded, orders.by_load_reversed())
             victims = list(islice(longest, MOST_COMPARED))
