@@ -10,7 +10,6 @@ those.
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import Final, final
 
 from scheduler_svc.core.estimates.basis import Basis
@@ -46,7 +45,7 @@ BINS_PER_SUM: Final = 8
 keep the sum at each bin made a distribution twice as costly, and each is used twice in the mean."""
 
 
-_below: Final = NormalDist().inv_cdf
+_ROOT_TWO_PI: Final = math.sqrt(2 * math.pi)
 
 
 def _step_of(spread: float) -> int:
@@ -202,7 +201,7 @@ class _Likely:
         tails, moments = self._tails, self._moments
         if length == 0:
             return tails[-1], moments[-1]
-        log_length = math.log(length)
+        log_length = math.log(float(length))  # compiled, of a float it costs a tenth
         from_last = self._last - 1 - int(log_length / LOG_BIN)
         if from_last >= self._bins:
             return tails[-1], moments[-1]
@@ -238,8 +237,19 @@ class _Likely:
             if with_bin >= share:
                 break
             from_last, tail = at + 1, with_bin
-        mass, end = self._mass(from_last), self._end(from_last)
-        above = normal.above[end] + (share - tail) / mass
-        if not 0.0 < above < 1.0:
+        above, cell = normal.above, self._end(from_last)
+        wanted = above[cell] + (share - tail) / self._mass(from_last)
+        if not 0.0 < wanted < 1.0:
             return EDGES[self._last - from_last + 1]
-        return math.exp(self._centre - normal.spread * _below(above))
+        # The cells on either side of it, and the line between them: right to a hundredth of the spread.
+        while cell < len(above) - 1 and above[cell] > wanted:
+            cell += 1
+        while cell > 1 and above[cell - 1] <= wanted:
+            cell -= 1
+        part = (wanted - above[cell]) / (above[cell - 1] - above[cell])
+        cells = cell - min(max(0.0, part), 1.0) - normal.reach
+        # Then one step of Newton's method on the logarithm. `NormalDist.inv_cdf` takes three times as long, compiled.
+        z = cells * normal.cell_width / normal.spread
+        found = chance_above(z)
+        z += math.log(found / wanted) * found * _ROOT_TWO_PI * math.exp(z * z / 2)
+        return math.exp(self._centre + z * normal.spread)

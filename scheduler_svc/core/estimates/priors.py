@@ -158,19 +158,19 @@ class Priors:
         precision = weighted = 0.0
         if guesses.client is not None:
             line = self._hints.line(tenant, workload_class)
-            if line.spread < math.inf:
+            if line.precision > 0:
                 basis = Basis.CLIENT
                 precision = line.precision
                 weighted = precision * line.log_length(guesses.client)
         if guesses.prompt is not None:
             line = self._predictions.line(tenant, workload_class)
-            if line.spread < math.inf:
+            if line.precision > 0:
                 basis = Basis.PROMPT if basis is BY_CLASS else Basis.CLIENT_AND_PROMPT
                 precision += line.precision
                 weighted += line.precision * line.log_length(guesses.prompt)
         if basis is BY_CLASS:
             return own.lengths.left(emitted, most)
-        return own.guessed.near(weighted / precision, precision**-0.5, emitted, most, basis)
+        return own.guessed.near(weighted / precision, 1 / math.sqrt(precision), emitted, most, basis)
 
     def prediction(
         self, workload_class: str, remaining: float, emitted: int, most: int, guesses: Guesses, tenant: str
