@@ -35,11 +35,14 @@ def complete(
     Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
     seed is increased by the choice's number (our choice); the first choice equals the request with n = 1. `bad_words`:
     shared by all submissions of a call. `capacity_tokens`: the most tokens of prompt and output for which the workers
-    have room, if that is known; an output without a limit of its own is that much shorter.
+    have room, if that is known; an output without a limit of its own is that much shorter. A prompt for which
+    they have no room is refused by the scheduler, or waits for a larger worker.
     """
     left = _context_left(request, len(prompt_ids), model)
-    room = left if capacity_tokens is None else max(1, min(left, capacity_tokens - len(prompt_ids)))
-    sampling = _filled_in(request.sampling, room, settings, model, fallback_seed)
+    room = (capacity_tokens or 0) - len(prompt_ids)
+    sampling = _filled_in(
+        request.sampling, min(left, room) if room > 0 else left, settings, model, fallback_seed
+    )
     _set_bad_words(sampling, bad_words or BadWords(model))
     sampling.seed = (sampling.seed + choice) % 2**64
     adapter = model.adapter_of(request.model)

@@ -217,7 +217,7 @@ class Clients:
                 checks.check_submission(submission.message, self._settings.max_context_tokens)
                 checks.check_attachment(submission.message)
                 try:
-                    checks.check_fits(submission.message, self._limit_tokens(submission))
+                    checks.check_fits(submission.message, self._limit_tokens(submission, turn.now_s))
                 except InvalidArgument as error:
                     known = submission.request_id in self._working_copy.live
                     if not known and not submission.message.idempotency_key:
@@ -298,11 +298,13 @@ class Clients:
             except Fenced:
                 await self._repair.confirm_lead()
 
-    def _limit_tokens(self, submission: Submission) -> int:
+    def _limit_tokens(self, submission: Submission, now_s: float) -> int:
         """Return the most tokens of a request. One that is restored was accepted, and may wait for a worker that
         has not come yet.
         """
-        return self._settings.max_context_tokens if submission.restores else self._limits.most_tokens
+        if submission.restores:
+            return self._settings.max_context_tokens
+        return self._limits.admitted_tokens(now_s)
 
     def _admitted(
         self,

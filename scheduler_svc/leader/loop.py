@@ -267,6 +267,7 @@ class Loop:
                 await asyncio.sleep(0)  # the lease is renewed in between
         for worker_id in sorted(holders):
             self.roster.expect(worker_id, now_s)
+        self._limits.workers_come_until_s = now_s + self.settings.worker_grace_s
         self._chores.start(now_s)
         self.timers.at(now_s, self._observe_queue)
         if self.settings.log_load_s:

@@ -29,6 +29,8 @@ class QueueLimits:
         working_copy: WorkingCopy,
         outage: Outage,
     ) -> None:
+        self.workers_come_until_s = 0.0
+        """Time until which workers of the leader before may dial this one, larger ones than those that have."""
         self._settings = settings
         self._core = core
         self._roster = roster
@@ -46,6 +48,10 @@ class QueueLimits:
         """
         limit = self._settings.max_context_tokens
         return min(limit, self._core.capacity_tokens or limit)
+
+    def admitted_tokens(self, now_s: float) -> int:
+        """Return the most tokens of a new request that is not refused now."""
+        return self._settings.max_context_tokens if now_s < self.workers_come_until_s else self.most_tokens
 
     def refusal_of_any(self) -> SubmitRefused | None:
         """Return the reason for which any new request would be refused now; None where one within the limits

@@ -234,7 +234,7 @@ class TestTheContext:
             (CONTEXT, None, CONTEXT - 10),
             (None, CONTEXT - 5, CONTEXT - 15),
             (20, 25, 15),
-            (None, 10, 1),
+            (None, 10, CONTEXT - 10),
             (None, 10 * CONTEXT, CONTEXT - 10),
         ],
     )

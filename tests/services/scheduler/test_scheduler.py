@@ -927,8 +927,9 @@ async def test_an_invalid_submission_is_refused_by_name(scheduler: SchedulerUnde
 
 
 async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wait_for_ever(
-    scheduler: SchedulerUnderTest,
+    start: StartScheduler,
 ) -> None:
+    scheduler = await start(worker_grace_s=0.0)
     async with gateway(scheduler.address) as client, worker(scheduler.address, max_length=64) as gpu:
         await gpu.next("assignment")  # the core knows the worker
         too_long = await client.submit("r1", max_tokens=62)
@@ -944,6 +945,24 @@ async def test_what_no_worker_of_the_pool_could_hold_is_refused_and_does_not_wai
         assert too_long.refused.detail == (
             "specification.prompt_ids must have at most 63 tokens in this shard, got 64"
         )
+
+
+async def test_a_new_leader_refuses_nothing_that_a_worker_can_hold_which_dials_it_later(
+    start: StartScheduler,
+) -> None:
+    first = await start()
+    async with gateway(first.address) as client, worker(first.address, "large", max_length=200) as gpu:
+        await client.submit("r1")
+        epoch = (await gpu.assigned("r1"))["r1"].lease_epoch
+        await first.crash()
+    second = await start(worker_grace_s=600.0)
+    async with gateway(second.address) as client, worker(second.address, "small", max_length=64) as small:
+        await small.next("assignment")  # the core knows the worker
+        long = await client.submit("r2", prompt=(1,) * 100)
+        assert long.accepted.request_id == "r2"
+        held = worker_pb.HeldRequest(request_id="r1", lease_epoch=epoch)
+        async with worker(second.address, "large", max_length=200, held=[held]) as gpu:
+            assert "r2" in await gpu.assigned("r2")
 
 
 async def test_a_known_idempotency_key_attaches_to_a_request_that_no_worker_could_hold_any_more(

@@ -994,8 +994,10 @@ async def test_a_cancel_waits_for_a_request_that_may_still_be_brought_back(leade
 
 
 async def test_a_request_is_restored_though_no_worker_that_has_come_could_hold_it(leader: Leader) -> None:
-    """Of a pool of small and large workers a small one dials first; a new request of this size is refused."""
+    """Of a pool of small and large workers a small one dials first; a new request of this size is refused, once the
+    large ones had time to dial."""
     await leader.turn(leader.workers[0].opens(max_length=16))
+    leader.now_s += leader.loop.settings.worker_grace_s
 
     await leader.turn(leader.submits("new"), leader.submits("r", restores=True, shown_ids=[7]))
 
