@@ -11,6 +11,7 @@ from gateway.api.open_inference import SERVER_METHODS, OpenInferenceService
 from gateway.api.vllm_metrics import VllmMetrics
 from gateway.calls.calls import Calls
 from gateway.links.shards import Shards
+from gateway.model.fair_turns import OwnTurns
 from gateway.model.files import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
@@ -39,6 +40,10 @@ TRAFFIC = "traffic"
 """Health name for whatever routes clients to gateways, such as a Kubernetes Service: a gateway that has to
 refuse new requests still resumes and cancels requests and returns the time to retry after."""
 DEMO_MODEL = "laps-sd-demo"
+MESSAGES_AT_ONCE = 32
+"""Most gRPC calls of one tenant whose messages are received at the same time. Our choice: with messages of the
+largest size they take as much memory as the large HTTP bodies of a tenant. Further calls wait, as many as may
+be open."""
 
 __all__ = ["GatewayApp", "load_configured_model", "serve"]
 
@@ -48,10 +53,12 @@ class GatewayApp:
 
     def __init__(self, settings: GatewaySettings, model: ModelFiles) -> None:
         self.tenants = tenants = Tenants(settings)
+        self.message_turns = OwnTurns(MESSAGES_AT_ONCE, most_waiting=settings.max_streams, what="messages")
         self.app = ServiceApp(
             "gateway",
             settings,
             authorize=lambda _, context: identify(context, tenants),
+            message_turns=self.message_turns.of,
             open_methods=(*OPEN_METHODS, *SERVER_METHODS),
             max_fields=settings.max_message_fields,
             max_sent_bytes=settings.max_answer_bytes,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from weakref import WeakValueDictionary
 
 from aiohttp import web
 from yarl import URL
 
 from gateway.api.http_errors import ANTHROPIC_PATH, response_of_aiohttp
 from gateway.api.openai.body import Json, read_body
-from gateway.model.fair_turns import FairTurns
+from gateway.model.fair_turns import OwnTurns
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, PermissionDenied
 from laps_sd.service.listening import is_loopback
@@ -47,8 +46,7 @@ class JsonBodies:
     def __init__(self, max_fields: int) -> None:
         """`max_fields`: see `read_body`."""
         self._max_fields = max_fields
-        self._of_tenants: WeakValueDictionary[str, FairTurns] = WeakValueDictionary()
-        """Turns of each tenant that sends a large body."""
+        self._turns = OwnTurns(LARGE_BODIES_AT_ONCE, most_waiting=MAX_WAITING_BODIES, what="large bodies")
 
     async def read(self, request: web.Request, tenant: str) -> Json:
         """Return the body of a tenant's request; its size is checked before it is read. Raises InvalidArgument,
@@ -65,16 +63,9 @@ class JsonBodies:
             raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=length)
         if length is not None and length < LARGE_BODY_BYTES:
             return read_body(await _received(request), self._max_fields)
-        async with self._turns_of(tenant).of(tenant):
+        async with self._turns.of(tenant):
             raw = await _received(request)
         return read_body(raw, self._max_fields)
-
-    def _turns_of(self, tenant: str) -> FairTurns:
-        turns = self._of_tenants.get(tenant)
-        if turns is None:
-            turns = FairTurns(LARGE_BODIES_AT_ONCE, most_waiting=MAX_WAITING_BODIES, what="large bodies")
-            self._of_tenants[tenant] = turns
-        return turns
 
 
 async def _received(request: web.Request) -> bytes:

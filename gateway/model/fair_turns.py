@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from laps_sd.errors import ResourceExhausted
 
-__all__ = ["FairTurns"]
+__all__ = ["FairTurns", "OwnTurns"]
 
 T = TypeVar("T")
 
@@ -96,3 +97,23 @@ class FairTurns:
                     turn.set_result(None)
                     return
         self._free += 1
+
+
+class OwnTurns:
+    """Turns that each tenant has for itself, so that one whose turns last long delays no other."""
+
+    def __init__(self, most: int, *, most_waiting: int, what: str) -> None:
+        """`most`: turns of one tenant at the same time; for the others see `FairTurns`."""
+        self._most = most
+        self._most_waiting = most_waiting
+        self._what = what
+        self._of_tenants: WeakValueDictionary[str, FairTurns] = WeakValueDictionary()
+        """Turns of each tenant that has a turn now."""
+
+    def of(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Wait for a turn of the tenant, as `FairTurns.of` does."""
+        turns = self._of_tenants.get(tenant)
+        if turns is None:
+            turns = FairTurns(self._most, most_waiting=self._most_waiting, what=self._what)
+            self._of_tenants[tenant] = turns
+        return turns.of(tenant)

@@ -19,7 +19,7 @@ import inspect
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
@@ -30,17 +30,20 @@ from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, Resou
 from laps_sd.service.field_count import check_fields
 from laps_sd.service.log import get_logger
 
-__all__ = ["MAX_OPEN_MESSAGE_BYTES", "OPEN_METHODS", "Authorize", "CallGuard"]
+__all__ = ["MAX_OPEN_MESSAGE_BYTES", "OPEN_METHODS", "Authorize", "CallGuard", "MessageTurns"]
 
 log = get_logger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Authorize: TypeAlias = Callable[[str, Context], object]
+Authorize: TypeAlias = Callable[[str, Context], Any]
 """Check of the method and the context of each call before any message is read.
 
-It raises the error that refuses the call. It is not called for methods that are open to all.
+It returns the caller, or raises the error that refuses the call. It is not called for methods that are open to
+all.
 """
+MessageTurns: TypeAlias = Callable[[Any], AbstractAsyncContextManager[None]]
+"""Turn of a caller at sending the one message of a call."""
 
 OPEN_METHODS = ("/grpc.health.v1.Health/",)
 """Prefixes of the methods that need no identity."""
@@ -83,12 +86,15 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(
         self,
         authorize: Authorize | None = None,
+        message_turns: MessageTurns | None = None,
         *,
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
     ) -> None:
-        """Create a guard. `max_fields`: see `laps_sd.service.field_count`; None: fields are not counted."""
+        """Create a guard. Without `message_turns` all messages are received at once. `max_fields`: see
+        `laps_sd.service.field_count`; None: fields are not counted."""
         self._authorize = authorize
+        self._message_turns = message_turns or (lambda _: nullcontext())
         self._open_methods = tuple(open_methods)
         self._open_reads: dict[asyncio.Timeout, None] = {}
         """Calls of open methods that wait for their message, the longest waiting first."""
@@ -153,8 +159,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _guard_coroutine(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         async def call(requests: Any, context: Context) -> Any:
-            self._identify(method, context)
-            request = await self._first_message(method, context) if one_request else requests
+            caller = self._identify(method, context)
+            request = await self._first_message(method, context, caller) if one_request else requests
             with self._work(method):
                 return await behaviour(request, context)
 
@@ -171,8 +177,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _guard_generator(self, behaviour: Any, method: str, *, one_request: bool) -> Any:
         async def call(requests: Any, context: Context) -> AsyncGenerator[Any, None]:
-            self._identify(method, context)
-            request = await self._first_message(method, context) if one_request else requests
+            caller = self._identify(method, context)
+            request = await self._first_message(method, context, caller) if one_request else requests
             with self._work(method):
                 items = behaviour(request, context)
                 try:
@@ -222,14 +228,16 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _is_open(self, method: str) -> bool:
         return method.startswith(self._open_methods)
 
-    def _identify(self, method: str, context: Context) -> None:
-        if self._authorize is not None and not self._is_open(method):
-            self._authorize(method, context)
+    def _identify(self, method: str, context: Context) -> Any:
+        if self._authorize is None or self._is_open(method):
+            return None
+        return self._authorize(method, context)
 
-    async def _first_message(self, method: str, context: Context) -> Any:
+    async def _first_message(self, method: str, context: Context, caller: Any) -> Any:
         """Return the one message of a call."""
         if not self._is_open(method):
-            return await _read_first(context)
+            async with self._message_turns(caller):
+                return await _read_first(context)
         turn = asyncio.timeout(None)
         try:
             async with turn:

@@ -53,7 +53,13 @@ from laps_sd.errors import StartupError
 from laps_sd.service import metrics
 from laps_sd.service.certificates import ServedCertificate, expose_expiry
 from laps_sd.service.config import ConfigError, load, unknown
-from laps_sd.service.interceptor import MAX_OPEN_MESSAGE_BYTES, OPEN_METHODS, Authorize, CallGuard
+from laps_sd.service.interceptor import (
+    MAX_OPEN_MESSAGE_BYTES,
+    OPEN_METHODS,
+    Authorize,
+    CallGuard,
+    MessageTurns,
+)
 from laps_sd.service.log import configure, get_logger
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.tracing import Tracing
@@ -76,13 +82,16 @@ def make_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_sent_bytes: int | None = None,
     max_connection_age_s: float | None = None,
+    receives_unread: bool = True,
     interceptors: Sequence[Any] = (),
 ) -> grpc.aio.Server:
     """Return a server with our options.
 
     `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers.
     """
-    options = server_options(max_message_bytes, max_sent_bytes, max_connection_age_s)
+    options = server_options(
+        max_message_bytes, max_sent_bytes, max_connection_age_s, receives_unread=receives_unread
+    )
     return grpc.aio.server(interceptors=[guard, *interceptors], options=options)
 
 
@@ -96,24 +105,26 @@ class ServiceApp:
         *,
         interceptors: Sequence[Any] = (),
         authorize: Authorize | None = None,
+        message_turns: MessageTurns | None = None,
         open_methods: Sequence[str] = OPEN_METHODS,
         max_fields: int | None = None,
         max_sent_bytes: int | None = None,
         max_connection_age_s: float | None = None,
     ) -> None:
-        """Create the server, not yet started. `authorize`, `open_methods`, `max_fields`: see CallGuard;
-        `max_sent_bytes`, `max_connection_age_s`: see `server_options`.
+        """Create the server, not yet started. `authorize`, `message_turns`, `open_methods`, `max_fields`: see
+        CallGuard; `max_sent_bytes`, `max_connection_age_s`: see `server_options`.
 
         Raises StartupError when OpenTelemetry is configured and missing.
         """
         self.service = service
         self.settings = settings
-        self.guard = CallGuard(authorize, open_methods=open_methods, max_fields=max_fields)
+        self.guard = CallGuard(authorize, message_turns, open_methods=open_methods, max_fields=max_fields)
         self.server = make_server(
             guard=self.guard,
             max_message_bytes=settings.max_message_bytes,
             max_sent_bytes=max_sent_bytes,
             max_connection_age_s=max_connection_age_s,
+            receives_unread=message_turns is None,
             interceptors=interceptors,
         )
         self.names: list[str] = []

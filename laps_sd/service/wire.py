@@ -72,10 +72,13 @@ def server_options(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_sent_bytes: int | None = None,
     max_connection_age_s: float | None = None,
+    *,
+    receives_unread: bool = True,
 ) -> list[tuple[str, int]]:
     """Return the options for `grpc.aio.server`. `max_sent_bytes`: the limit of its answers, if it is another one.
     `max_connection_age_s`: age at which the peer of a connection is asked to make its next calls over a new one;
     gRPC varies it by a tenth. Calls in progress go on, because there is no grace after which they would be cut.
+    `receives_unread`: whether up to 4 MiB of a message are received before its call reads it, or 64 KiB.
 
     A port belongs to one process: a second one gets an error, instead of a share of the calls.
     """
@@ -91,6 +94,8 @@ def server_options(
             if max_connection_age_s is None
             else [("grpc.max_connection_age_ms", round(1000 * max_connection_age_s))]
         ),
+        # Where gRPC estimates the bandwidth, the window of each stream begins at 4 MiB.
+        *([] if receives_unread else [("grpc.http2.bdp_probe", 0)]),
     ]
 
 

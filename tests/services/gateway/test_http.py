@@ -1739,7 +1739,7 @@ class TestConnections:
         held = [await Raw.open(served) for _ in range(LARGE_BODIES_AT_ONCE)]
         for connection in held:
             connection.writer.write(sent[:-1])
-        turns = served.running.gateway.http._bodies._of_tenants
+        turns = served.running.gateway.http._bodies._turns._of_tenants
         await wait_until_async(
             lambda: "hostile" in turns and not turns["hostile"]._free, description="all have begun"
         )

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from multidict import CIMultiDict
 
 from gateway.api.description import openapi_json
+from gateway.app import MESSAGES_AT_ONCE
 from gateway.settings import GatewaySettings
 from gateway.tenant_file import MAX_FILE_BYTES, KeyFile, TenantFileError
 from gateway.tenants import Tenants
@@ -402,6 +403,37 @@ class TestOverTheWire:
 
         expected = 5 if again == "resumes" else 2
         assert [after - earlier for after, earlier in zip(counted(), before, strict=True)] == [expected] * 2
+
+    async def test_messages_of_a_tenant_are_received_a_few_at_a_time_and_delay_no_other_tenant(
+        self, running: Running
+    ) -> None:
+        """150 messages of 4 MiB that lacked their last byte took 610 MiB, whatever calls a tenant may have open."""
+        method = running.channel.stream_stream(
+            "/laps_sd.v1.Inference/GenerateStream", request_serializer=GenerateRequest.SerializeToString
+        )
+
+        def call(tenant: str) -> Any:
+            return method(metadata=(("laps-sd-tenant", tenant),))
+
+        turns = running.gateway.message_turns._of_tenants
+        held = [call("hostile") for _ in range(MESSAGES_AT_ONCE)]
+        await wait_until_async(
+            lambda: "hostile" in turns and not turns["hostile"]._free, description="all have begun"
+        )
+        large = GenerateRequest(text="x" * 2**20)
+        waits, other = call("hostile"), call("other")
+        sending = asyncio.create_task(waits.write(large))
+        await other.write(large)
+        refused = grpc.StatusCode.INVALID_ARGUMENT  # a prompt that long does not fit
+        assert await other.code() is refused
+        assert not sending.done(), "of what no one reads, little is received"
+
+        held[0].cancel()
+        await sending
+        assert await waits.code() is refused
+        for each in held:
+            each.cancel()
+        await wait_until_async(lambda: not turns, description="nothing is kept of the tenants")
 
     async def test_the_python_client_sends_its_key(self, keyed: Running) -> None:
         address = f"127.0.0.1:{keyed.gateway.app.port}"
