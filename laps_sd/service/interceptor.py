@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -71,10 +72,10 @@ Headers carry a status, and clients accept some kilobytes of them. Longer messag
 UNCOUNTED = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Prefixes of the methods whose calls are not work in progress, and may last without end."""
 
-ENDLESS = ("/grpc.health.v1.Health/Watch", "/grpc.reflection.")
-"""Prefixes of those of them that never end by themselves."""
-MAX_ENDLESS = 1000
-"""Most such calls that are open at once; further ones are refused. Each takes 25 KB, and strangers may watch."""
+ENDLESS = {"/grpc.health.v1.Health/Watch": 1000, "/grpc.reflection.": 16}
+"""Prefixes of those of them that never end by themselves, and the most calls of each that are open at once;
+further ones are refused. A watch takes 25 KB, and strangers may watch. A call of reflection may send messages of
+the largest size, which are received as they come."""
 
 GRPC_LOGGER = "grpc._cython.cygrpc"
 """Logger of gRPC's own errors after a handler has returned, which cannot be caught elsewhere."""
@@ -101,7 +102,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._max_fields = max_fields
         self.active = 0
         """Calls in progress, without health and reflection."""
-        self._endless = 0
+        self._endless = Counter[str]()
+        """Open calls that never end by themselves, by prefix."""
         self._idle = asyncio.Event()
         self._idle.set()
         logging.getLogger(GRPC_LOGGER).addFilter(_is_news)
@@ -208,17 +210,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def _work(self, method: str) -> Iterator[None]:
         """Count a call while its handler runs. A stop does not wait for a call before its first message."""
-        if method.startswith(ENDLESS):
-            if self._endless >= MAX_ENDLESS:
+        endless = next((prefix for prefix in ENDLESS if method.startswith(prefix)), None)
+        if endless is not None:
+            if self._endless[endless] >= ENDLESS[endless]:
                 raise ResourceExhausted(
-                    f"{MAX_ENDLESS} watches of health and calls of reflection are open, the most of this server",
+                    f"{ENDLESS[endless]} calls of this method are open, the most of this server",
                     retry_after_s=1.0,
                 )
-            self._endless += 1
+            self._endless[endless] += 1
             try:
                 yield
             finally:
-                self._endless -= 1
+                self._endless[endless] -= 1
         elif method.startswith(UNCOUNTED):
             yield
         else:

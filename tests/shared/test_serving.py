@@ -529,7 +529,7 @@ async def test_a_stop_cuts_off_what_does_not_end_and_is_not_held_up_by_a_health_
 
 
 async def test_watches_of_health_are_limited_in_number_and_checks_are_not(monkeypatch):
-    monkeypatch.setattr(interceptor, "MAX_ENDLESS", 3)
+    monkeypatch.setitem(interceptor.ENDLESS, "/grpc.health.v1.Health/Watch", 3)
     async with running() as (_, _, channel):
         stub = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
@@ -538,7 +538,7 @@ async def test_watches_of_health_are_limited_in_number_and_checks_are_not(monkey
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Watch(health_pb2.HealthCheckRequest()).read()
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "3 watches of health" in refused.value.details()
+        assert "3 calls of this method" in refused.value.details()
         assert await check(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
 
         watches[0].cancel()
@@ -550,6 +550,25 @@ async def test_watches_of_health_are_limited_in_number_and_checks_are_not(monkey
                 return False
 
         await wait_until_async(watched, description="a watch in place of the one that ended")
+
+
+async def test_few_calls_of_reflection_are_open_at_once():
+    """150 of them, with messages of 4 MiB without their last byte, took 610 MiB."""
+    most = interceptor.ENDLESS["/grpc.reflection."]
+    async with running() as (app, _, channel):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        held = [stub.ServerReflectionInfo() for _ in range(most)]
+        await wait_until_async(
+            lambda: app.guard._endless["/grpc.reflection."] == most, description="all have begun"
+        )
+        assert await stub.ServerReflectionInfo().code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await check(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+
+        await held[0].done_writing()
+        assert await held[0].code() is grpc.StatusCode.OK
+        another = stub.ServerReflectionInfo()
+        await another.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        assert (await another.read()).list_services_response.service
 
 
 async def test_the_drain_of_a_service_runs_while_calls_are_still_taken():
