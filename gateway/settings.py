@@ -30,6 +30,10 @@ ReasoningParser: TypeAlias = Literal["auto", "think", "mistral", "none"]
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
+STALLED_S = 300.0
+"""Longest time, in seconds, in which a client reads nothing of an answer that waits for it. Our choice: the
+time after which Envoy ends an idle stream."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(LinkSettings, ServingSettings):

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import cast
 
 from gateway import metrics
+from gateway.settings import STALLED_S
 from laps_sd.service.log import get_logger
 
 __all__ = ["HEADERS_S", "HttpConnections"]
@@ -28,9 +29,6 @@ HEADERS_S = 10.0
 after an answer, to the end of the next request's headers. Our choice: aiohttp takes 64 KiB of headers at most.
 If no bytes come after an answer, aiohttp's own limit for idle connections holds (an hour, so that a proxy in
 front closes them first), or they are closed to make room for new connections."""
-STALLED_S = 300.0
-"""Longest time, in seconds, in which a client reads nothing of an answer that waits for it. Our choice: the
-time after which Envoy ends an idle stream."""
 ACCEPTED_TOGETHER = 128
 """Most connections that are accepted before the loop does other work."""
 ACCEPT_AGAIN_S = 1.0

@@ -12,7 +12,9 @@ from gateway.calls.calls import Caller, Calls
 from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
 from gateway.links.client_stream import deadline_of
+from gateway.settings import STALLED_S
 from gateway.tenants import Tenants
+from laps_sd.errors import Unavailable
 from laps_sd.service.tracing import valid_traceparent
 from laps_sd.v1 import inference_pb2, inference_pb2_grpc
 
@@ -127,14 +129,24 @@ def _metadata(context: Context) -> list[tuple[str, str]]:
 
 
 async def _relay(generation: Generation, context: Context) -> None:
-    for choice, accepted in enumerate(generation.accepted):
-        await context.write(inference_pb2.GenerateEvent(accepted=accepted, choice=choice))
-    while not generation.over:
-        for choice, piece in await generation.read():
-            if piece.token_ids or piece.text:
-                await context.write(_delta_event(choice, piece))
-            if piece.end is not None:
-                await context.write(inference_pb2.GenerateEvent(end=piece.end, choice=choice))
+    """Write the output of a call as it comes. Raises Unavailable if its client reads nothing for too long."""
+    try:
+        for choice, accepted in enumerate(generation.accepted):
+            await _write(context, inference_pb2.GenerateEvent(accepted=accepted, choice=choice))
+        while not generation.over:
+            for choice, piece in await generation.read():
+                if piece.token_ids or piece.text:
+                    await _write(context, _delta_event(choice, piece))
+                if piece.end is not None:
+                    await _write(context, inference_pb2.GenerateEvent(end=piece.end, choice=choice))
+    except TimeoutError:
+        generation.failed(ConnectionResetError("the client reads nothing"))
+        raise Unavailable(f"the client has read nothing for {STALLED_S:g} s") from None
+
+
+async def _write(context: Context, event: inference_pb2.GenerateEvent) -> None:
+    async with asyncio.timeout(STALLED_S):
+        await context.write(event)
 
 
 def _delta_event(choice: int, piece: Piece) -> inference_pb2.GenerateEvent:

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from gateway.api import inference
 from gateway.calls.calls import Caller
 from gateway.calls.completion import body_hash
 from gateway.calls.prompts import SYSTEM_CHARACTERS, Prompts
@@ -1137,6 +1138,27 @@ class TestTheServer:
         first, second, third = advice
         assert first == 20.0
         assert first < second < third, "each has a turn of its own"
+
+    async def test_a_stream_whose_client_reads_nothing_makes_room_for_others(
+        self, running: Running, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(inference, "STALLED_S", 0.2)
+        gone = "laps_sd_gateway_requests_total", {"end": "client_disconnected"}
+        before = metrics.value(*gone)
+        address = f"127.0.0.1:{running.gateway.app.port}"
+        window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64)]
+        async with grpc.aio.insecure_channel(address, options=window) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).GenerateStream(HELLO)
+            scheduler.commit(await scheduler.submitted(), [70] * 500)
+            calls, guard = running.gateway.calls, running.gateway.app.guard
+            await wait_until_async(
+                lambda: not (calls._open or calls.streams or guard.active), description="its place is free"
+            )
+            assert metrics.value(*gone) == before + 1
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await rest(call)
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert error.value.details() == "the client has read nothing for 0.2 s"
 
     async def test_calls_that_come_together_open_no_more_streams_than_the_limit(
         self, scheduler: FakeScheduler, start_gateway: StartGateway
