@@ -1,5 +1,10 @@
 """`python -m gateway`: one gateway process, configured by LAPS_SD_* variables."""
 
+from laps_sd.service.interrupts import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 from laps_sd.service.extras import needs
 
 with needs("gateway"):

@@ -7,6 +7,11 @@ under a key of the shard is an error that names the key; a single request with s
 
 from __future__ import annotations
 
+from laps_sd.service.interrupts import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import asyncio
 import json
 import struct

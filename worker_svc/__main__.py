@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from laps_sd.service.interrupts import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import asyncio
 import time
 

@@ -722,6 +722,35 @@ def test_the_first_signal_drains_and_the_process_ends_well(number):
         assert process.wait(10) == 0
 
 
+def run_with(folder: Path, *command: str) -> tuple[int, str, str]:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(map(str, [folder, root, root / "k8s/operator"]))
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "program", ["gateway", "scheduler_svc", "scheduler_svc.dump", "worker_svc", "laps_sd_operator"]
+)
+def test_ctrl_c_while_a_program_imports_is_no_traceback(tmp_path, program):
+    (tmp_path / "asyncio.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+
+    assert run_with(tmp_path, program) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_while_a_child_imports_is_left_to_its_parent(tmp_path):
+    (tmp_path / "child.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('goes on')"
+    )
+
+    assert run_with(tmp_path, "laps_sd.stack.child", str(os.getpid()), "child") == (0, "goes on\n", "")
+
+
 def test_a_variable_that_nothing_reads_is_one_warning_at_the_start():
     mistyped = {"LAPS_SD_DRAINS": "1", "LAPS_SD_METRIC_PORT": "hunter2"}
     with start(LAPS_SD_LOG_STYLE="json", LAPS_SD_DRAIN_S="1", LAPS_SD_SLOTS="2", **mistyped) as process:

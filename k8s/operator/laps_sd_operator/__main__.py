@@ -9,6 +9,11 @@ LAPS_SD_LINK_TLS… as for a worker.
 
 from __future__ import annotations
 
+from laps_sd.service.interrupts import end_at_ctrl_c
+
+if __name__ == "__main__":
+    end_at_ctrl_c()
+
 import asyncio
 import contextlib
 import os
