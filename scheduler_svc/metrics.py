@@ -32,7 +32,7 @@ DEATHS = counter(
 )
 STORE_DOWN = gauge(
     "laps_sd_scheduler_record_unavailable",
-    "1 while Redis cannot be reached or written; nothing is admitted or shown then.",
+    "1 while this process cannot reach or write Redis. If it leads, nothing is admitted or shown then.",
 )
 STORE_FAULTS = counter(
     "laps_sd_scheduler_record_faults_total",
