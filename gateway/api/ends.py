@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from laps_sd.contract.ends import End
-from laps_sd.errors import Cancelled, LapsSdError
+from laps_sd.contract.ends import CLIENT_WENT_AWAY, End
+from laps_sd.errors import Cancelled, LapsSdError, Unavailable
 from laps_sd.service.ends import end_of_reason
 from laps_sd.v1 import inference_pb2
 
@@ -35,8 +35,15 @@ VLLM: dict[End, str | None] = {
 
 
 def openai_reason(ended: inference_pb2.Ended) -> str:
-    """Return OpenAI's `finish_reason` of an output. Raises its failure if it failed or was cancelled."""
+    """Return OpenAI's `finish_reason` of an output. Raises its failure if it failed or was cancelled, which for a client
+    that waits is a failure that a repetition mends, unless a call cancelled it."""
     end = end_of_reason(ended.finish_reason)
+    if end is End.CANCELLED and ended.error == CLIENT_WENT_AWAY:
+        raise Unavailable(
+            f"request {ended.request_id} has ended, because this gateway did not reach the scheduler for a while;"
+            " send it again",
+            retry_after_s=1.0,
+        )
     if end is End.CANCELLED:
         raise Cancelled(f"request {ended.request_id} was cancelled")
     reason = OPENAI[end]

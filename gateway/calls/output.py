@@ -100,10 +100,14 @@ class Output:
         how = end_of_kind(end.kind) or End.ERROR
         if how is End.DEADLINE:
             raise DeadlineExceeded(end.detail or "the deadline of the request passed")
-        failed = how is End.ERROR
+        error = ""
+        if how is End.ERROR:
+            error = end.detail or "the request failed"
+        elif how is End.CANCELLED:
+            error = end.detail
         return inference_pb2.Ended(
             finish_reason=FINISH_REASONS[how],
-            error=(end.detail or "the request failed") if failed else "",
+            error=error,
             usage=inference_pb2.Usage(
                 prompt_tokens=self._acceptance.prompt_tokens,
                 completion_tokens=self.tokens,

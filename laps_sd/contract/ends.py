@@ -29,3 +29,9 @@ class End(enum.Enum):
     """The hard deadline passed; the client's call fails."""
     ERROR = "error"
     """It failed; a sentence with the reason accompanies this end."""
+
+
+CLIENT_WENT_AWAY = "its client went away"
+"""Reason of a CANCELLED without a cancel. A client that waits all the same has a gateway that did not reach the
+scheduler for longer than requests wait for their clients.
+"""

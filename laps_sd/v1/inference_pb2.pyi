@@ -981,7 +981,7 @@ class Ended(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     error: _builtins.str
-    """For FINISH_REASON_ERROR: a sentence."""
+    """For FINISH_REASON_ERROR: a sentence. For FINISH_REASON_CANCELLED: what cancelled it."""
     request_id: _builtins.str
     @_builtins.property
     def usage(self) -> Global___Usage: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from laps_sd.contract.ends import End
+from laps_sd.contract.ends import CLIENT_WENT_AWAY, End
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.log import get_logger
 from scheduler_svc import metrics
@@ -91,7 +91,7 @@ class Clients:
             if at_least_s and turn.now_s < self._still_coming_until_s:
                 self.start_grace(live, turn.now_s, at_least_s)
             else:
-                turn.events.append(EndRequested(live.request_id, End.CANCELLED, "its client went away"))
+                turn.events.append(EndRequested(live.request_id, End.CANCELLED, CLIENT_WENT_AWAY))
 
         live.grace = self._timers.at(now_s + max(live.request.grace_s, at_least_s), over)
 

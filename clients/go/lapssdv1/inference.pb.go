@@ -1937,7 +1937,7 @@ type Ended struct {
 	unknownFields protoimpl.UnknownFields
 
 	FinishReason FinishReason `protobuf:"varint,1,opt,name=finish_reason,json=finishReason,proto3,enum=laps_sd.v1.FinishReason" json:"finish_reason,omitempty"`
-	// For FINISH_REASON_ERROR: a sentence.
+	// For FINISH_REASON_ERROR: a sentence. For FINISH_REASON_CANCELLED: what cancelled it.
 	Error       string              `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
 	Usage       *Usage              `protobuf:"bytes,3,opt,name=usage,proto3" json:"usage,omitempty"`
 	Speculation *SpeculationSummary `protobuf:"bytes,4,opt,name=speculation,proto3" json:"speculation,omitempty"`

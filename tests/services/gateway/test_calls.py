@@ -189,7 +189,7 @@ class TestGenerateStream:
         end = (await rest(call))[-1].end
 
         assert end.finish_reason == reason
-        assert end.error == ("a word" if reason == FinishReason.FINISH_REASON_ERROR else "")
+        assert end.error == ("" if reason == FinishReason.FINISH_REASON_TIME_LIMIT else "a word")
         assert await call.code() == grpc.StatusCode.OK
 
     async def test_the_hard_deadline_is_a_status(self, running: Running, scheduler: FakeScheduler) -> None:

@@ -25,6 +25,7 @@ from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.reply import Reply
 from gateway.calls import calls
 from gateway.model.files import ModelFiles, load_model
+from laps_sd.contract.ends import CLIENT_WENT_AWAY
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.metrics import REGISTRY
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
@@ -159,6 +160,7 @@ class TestAWholeAnswer:
         [
             (Kind.KIND_ERROR, 500, "the request failed"),
             (Kind.KIND_CANCELLED, 499, "cancelled"),
+            (link_pb2.RequestEnd(kind=Kind.KIND_CANCELLED, detail=CLIENT_WENT_AWAY), 503, "send it again"),
             (Kind.KIND_DEADLINE, 504, "deadline"),
         ],
     )

@@ -1018,7 +1018,7 @@ export type Ended = Message<"laps_sd.v1.Ended"> & {
   finishReason: FinishReason;
 
   /**
-   * For FINISH_REASON_ERROR: a sentence.
+   * For FINISH_REASON_ERROR: a sentence. For FINISH_REASON_CANCELLED: what cancelled it.
    *
    * @generated from field: string error = 2;
    */
