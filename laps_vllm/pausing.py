@@ -259,18 +259,24 @@ class Pausing:
 
     def held_blocks(self, request: Request) -> int:
         """Return the KV blocks that a request holds, of one KV cache group."""
-        if not request.num_computed_tokens:
-            return 0
-        groups: tuple[Sequence[object], ...] = self.kv_cache_manager.get_blocks(request.request_id).blocks
-        return max(map(len, groups), default=0)
+        return max(map(len, self._blocks_of(request)), default=0)
 
-    def shared_blocks(self, request: Request) -> tuple[SharedBlocks, ...]:
-        """Return the KV blocks of a request that others hold as well."""
-        if not request.num_computed_tokens or self._groups > 1:
+    def held_and_shared(self, request: Request) -> tuple[int, tuple[SharedBlocks, ...]]:
+        """Return the same, and those of these blocks that others hold as well, where there is one group."""
+        groups = self._blocks_of(request)
+        held = max(map(len, groups), default=0)
+        if len(groups) != 1:
+            return held, ()
+        [blocks] = groups
+        runs = shared_runs(held, lambda at: blocks[at].ref_cnt)
+        return held, tuple([SharedBlocks(blocks[begin].block_id, end - begin, 0) for begin, end in runs])
+
+    def _blocks_of(self, request: Request) -> tuple[Sequence[Any], ...]:
+        """Return the KV blocks that a request holds, by KV cache group."""
+        if not request.num_computed_tokens:
             return ()
-        [blocks] = self.kv_cache_manager.get_blocks(request.request_id).blocks
-        runs = shared_runs(len(blocks), lambda at: blocks[at].ref_cnt)
-        return tuple([SharedBlocks(blocks[begin].block_id, end - begin, 0) for begin, end in runs])
+        groups: tuple[Sequence[Any], ...] = self.kv_cache_manager.get_blocks(request.request_id).blocks
+        return groups
 
     def free_blocks(self) -> int:
         """Return the free KV blocks for each KV cache group, and those that are free once the steps in flight are

@@ -277,7 +277,7 @@ class Laps(Pausing):
         known = self._known.get(request_id)
         if known is not None and known[0] is status and known[1] == tokens and known[2] == computed:
             return known[3]
-        now = RequestNow(tokens, self.held_blocks(request), self.shared_blocks(request))
+        now = RequestNow(tokens, *self.held_and_shared(request))
         if now.shared:  # until others come or go
             return now
         self._known[request_id] = (status, tokens, computed, now)

@@ -288,16 +288,16 @@ class Server:
             for name, request in scheduler.requests.items():
                 now = scheduler._now(name)
                 if now is not None:
-                    held, shared = scheduler.held_blocks(request), scheduler.shared_blocks(request)
-                    assert now == (request.num_tokens, held, shared)
+                    assert now == (request.num_tokens, *scheduler.held_and_shared(request))
             if not scheduler.deferred_frees:
                 self._check_blocks()
 
     def _check_blocks(self) -> None:
         """Assert that the blocks of requests, shared ones once, are those that are not free."""
         scheduler, requests = self.scheduler, self.scheduler.requests.values()
-        holders = Counter(run for one in requests for run in scheduler.shared_blocks(one))
-        taken = sum(map(scheduler.held_blocks, requests))
+        held = [scheduler.held_and_shared(one) for one in requests]
+        holders = Counter(run for _, shared in held for run in shared)
+        taken = sum(blocks for blocks, _ in held)
         taken -= sum((count - 1) * run.target_blocks for run, count in holders.items())
         assert taken == scheduler.pool_blocks - scheduler.free_blocks()
 

@@ -233,7 +233,7 @@ class VllmEngine:
         request = known.request
         if request is None or request.status != RequestStatus.RUNNING:
             return SequenceStatus(Residency.NONE, known.tokens, 0, 0)
-        blocks, shared = self._scheduler.held_blocks(request), self._scheduler.shared_blocks(request)
+        blocks, shared = self._scheduler.held_and_shared(request)
         return SequenceStatus(Residency.DEVICE, known.tokens, blocks, 0, shared)
 
     def known(self) -> frozenset[str]:
