@@ -14,10 +14,12 @@ Invariants
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from laps_sd.contract.choose import (
+    LOOKED_UP,
     NEW_CLOCK,
     Candidate,
     Choice,
@@ -216,11 +218,17 @@ class VirtualWorker:
     def _choose(self) -> Choice:
         facts, ran = self.facts, self.ran
         has_draft_pool = facts.draft_blocks > 0
+        listed = [
+            (entry, held)
+            for entry in self.entries
+            if (held := self.held.get(entry.request_id)) is not None
+            and not held.ended
+            and held.lease_epoch == entry.lease_epoch
+        ]
+        found = self._look_up([held for _, held in listed if held.residency is not Residency.DEVICE])
+        starts = {self.held[name].names[count - 1]: count for name, count in found.items()}
         candidates = []
-        for entry in self.entries:
-            held = self.held.get(entry.request_id)
-            if held is None or held.ended or held.lease_epoch != entry.lease_epoch:
-                continue
+        for entry, held in listed:
             candidates.append(
                 Candidate(
                     entry.request_id,
@@ -234,7 +242,7 @@ class VirtualWorker:
                     held.job.prompt_tokens + held.emitted,
                     held.blocks,
                     held.blocks if has_draft_pool else 0,
-                    self._shared(held),
+                    self._shared(held.names, found.get(entry.request_id, held.named), starts),
                 )
             )
         choice = choose(
@@ -253,15 +261,37 @@ class VirtualWorker:
         self._reserve_clock = choice.reserve_clock
         return choice
 
-    def _shared(self, held: HeldRequest) -> tuple[SharedBlocks, ...]:
-        """Return the blocks of a request that others hold as well."""
-        names, used = held.names, self.cache.used
+    def _look_up(self, waiting: Sequence[HeldRequest]) -> dict[str, int]:
+        """Return how many blocks of prompts the first of these requests, without KV on the device, will find while
+        others hold them; of none if the first ones, as many as a round has, have room for the whole of their contexts.
+        """
+        growth, size = self.facts.max_draft_len, self.facts.block_size
+        tokens = [held.job.prompt_tokens + held.emitted for held in waiting[: self.facts.slots]]
+        if sum([-(-(count + growth) // size) for count in tokens]) <= self.free_blocks:
+            return {}
+        found = [(held.job.request_id, self._will_find(held)) for held in waiting[:LOOKED_UP]]
+        return {request_id: count for request_id, count in found if count}
+
+    def _will_find(self, held: HeldRequest) -> int:
+        computed = held.job.prompt_tokens + held.emitted
+        computed -= held.missing if held.residency is Residency.HOST else 1
+        names = held.names[: computed // BLOCK_TOKENS]
+        return bisect_left(names, True, key=lambda name: name not in self.cache.used)
+
+    def _shared(
+        self, names: Sequence[int], blocks: int, starts: Mapping[int, int]
+    ) -> tuple[SharedBlocks, ...]:
+        """Return those of the first `blocks` of these blocks that other requests hold as well, or will find: these are
+        `starts`, numbers of blocks by the last of them.
+        """
+        used = self.cache.used
+        ends = [end for last, end in starts.items() if end <= blocks and names[end - 1] == last]
         target = self._name_blocks
         draft = target if self.facts.draft_blocks else 0
         return tuple(
             [
                 SharedBlocks(names[begin], (end - begin) * target, (end - begin) * draft)
-                for begin, end in shared_runs(held.named, lambda at: used[names[at]])
+                for begin, end in shared_runs(blocks, lambda at: used[names[at]], sorted(ends))
             ]
         )
 

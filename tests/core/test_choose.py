@@ -453,6 +453,31 @@ class TestSharedBlocks:
         assert choose([*two, candidate("c")], place(3, blocks=16)).run == ("a", "b", "c")
         assert choose([*two, candidate("c")], place(3, blocks=15)).run == ("a", "b")
 
+    def test_one_without_kv_takes_what_others_leave_it_to_find(self) -> None:
+        """Two requests take 9 blocks, and each that finds 5 of these 2 more. It takes 7 where no one holds them."""
+        two = [running(name, shared=self.START) for name in "ab"]
+        finds = [candidate(name, shared=self.START) for name in "cd"]
+        assert choose([*two, *finds], place(4, blocks=13)).run == ("a", "b", "c", "d")
+        assert choose([*two, *finds], place(4, blocks=12)).run == ("a", "b", "c")
+        assert choose(finds, place(2, blocks=9)).run == ("c", "d")
+        assert choose(finds, place(2, blocks=8)).run == ("c",)
+
+    def test_what_only_those_that_wait_will_find_is_not_kept(self) -> None:
+        """`b` waits, holds nothing and keeps none of the 5 blocks that `c` will find with it. `a` is evicted for its
+        own blocks."""
+        finds = [candidate(name, index_s, shared=self.START) for name, index_s in (("b", 8.0), ("c", 1.0))]
+        kept = resident("a", 5.0, blocks=7)
+        assert choose([kept, *finds], place(1, blocks=13)).evict == ("a",)
+        assert choose([kept, *finds], place(1, blocks=14)).evict == ()
+
+    def test_a_displaced_one_keeps_its_kv_where_the_other_finds_most_of_its_own(self) -> None:
+        """With 9 blocks, `c` displaces `a`, which it would not if `a` lost its KV. `b`, which waits, holds none."""
+        runs = running("a", 1.2, shared=self.START, resume_cost_s=5.0)
+        better = candidate("c", 1.0, shared=self.START)
+        also = candidate("b", 1.1, shared=self.START)
+        assert choose([runs, better, also], place(1, blocks=9)).run == ("c",)
+        assert choose([runs, better, also], place(1, blocks=8)).run == ("a",)
+
     def test_the_last_that_holds_them_counts_them(self) -> None:
         """9 of 9 blocks are held. The first eviction frees 2, the second one 7."""
         two = [resident(name, index_s, shared=self.START) for name, index_s in (("a", 5.0), ("b", 6.0))]
@@ -484,6 +509,13 @@ class TestSharedBlocks:
         assert shared_runs(7, holders.__getitem__) == [(0, 3), (3, 5)]
         assert shared_runs(4, holders.__getitem__) == [(0, 3), (3, 4)]
         assert shared_runs(2, [1, 1].__getitem__) == shared_runs(0, holders.__getitem__) == []
+
+    def test_runs_end_where_those_that_are_found_end(self) -> None:
+        holders = [3, 3, 3, 3, 1, 1, 1, 1]
+        assert shared_runs(8, holders.__getitem__, [2]) == [(0, 2), (2, 4)]
+        assert shared_runs(8, holders.__getitem__, [2, 4]) == [(0, 2), (2, 4)]
+        assert shared_runs(8, holders.__getitem__, [3, 5, 7]) == [(0, 3), (3, 4), (4, 5), (5, 7)]
+        assert shared_runs(5, holders.__getitem__, [5]) == [(0, 4), (4, 5)]
 
 
 class TestLatch:
@@ -604,7 +636,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], WorkerState]:
         runs = item.running and on_device and ran < slots
         ran += runs
         held = -(-item.tokens // BLOCK) if on_device else 0
-        shared = draw(beginnings(held)) if on_device else ()
+        shared = draw(beginnings(held if on_device else needed(item)))
         candidates.append(replace(item, running=runs, target_blocks=held, draft_blocks=held, shared=shared))
     held = together([], candidates)
     blocks = draw(st.integers(max(held, 1), max(held, 1) + 60))
@@ -622,6 +654,7 @@ def needed(c: Candidate) -> int:
 
 def together(chosen: Sequence[Candidate], kept: Sequence[Candidate]) -> int:
     """Return the blocks that these requests take, with the growth of the chosen ones."""
+    kept = [c for c in kept if c.residency is Residency.DEVICE]
     blocks = sum(map(needed, chosen)) + sum(c.target_blocks for c in kept)
     holders = Counter(run for c in (*chosen, *kept) for run in c.shared)
     return blocks - sum((count - 1) * run.target_blocks for run, count in holders.items())

@@ -90,6 +90,17 @@ class TestWorker:
         )
         assert outcome.found_tokens < 10 * BLOCK_TOKENS
 
+    @pytest.mark.parametrize("host_memory", [False, True])
+    def test_requests_with_one_beginning_run_together_where_its_kv_fits_once(self, host_memory: bool) -> None:
+        """The memory holds one context and 8 blocks more. Requests that wait for room for all of their context run
+        one after another.
+        """
+        small = replace(MACHINE, slots=16, kv_tokens=40 * BLOCK_TOKENS, host_memory=host_memory)
+        jobs = [job(number, blocks=SHARED) for number in range(20)]
+        last_s = max(fate.finished_s or 0.0 for fate in run(jobs, machine=small).fates)
+        [alone] = run(jobs[:1], machine=small).fates
+        assert last_s < len(jobs) * (alone.finished_s or 0.0) / 3
+
     def test_changes_that_are_reported_are_what_the_cache_holds(self) -> None:
         cluster = Cluster(
             [job(number, number * 0.1, name_blocks([number % 3] * 1800)) for number in range(20)],

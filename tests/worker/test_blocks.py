@@ -274,6 +274,30 @@ def test_several_read_what_nobody_writes(cache: BlockAllocator) -> None:
         cache.share([2])
 
 
+def test_runs_end_where_those_that_wait_will_find_an_end() -> None:
+    """`long` has five blocks, and `short` reads the first two. One waits that has four in common with `long`."""
+    names = name_blocks([], range(5), 1)
+    cache = BlockAllocator(8)
+    long = cache.allocate(5)
+    for block, name in zip(long, names, strict=True):
+        cache.name(block, name)
+    short = long[:2]
+    cache.share(short)
+    assert cache.shared(long) == cache.shared(short) == [(long[0], 2)]
+    waits = [*names[:4], b"other"]
+    assert cache.owned(waits, 5) == 4
+    cache.expect([(waits, 4)])
+    assert cache.shared(long) == cache.will_share(waits, 4) == [(long[0], 2), (long[2], 2)]
+    assert cache.shared(short) == [(long[0], 2)]
+    cache.expect([])
+    assert cache.shared(long) == [(long[0], 2)]
+    cache.free(long)
+    assert cache.owned(waits, 5) == 2
+    assert cache.owned(waits, 1) == 1
+    assert cache.owned([b"other"], 1) == 0 == cache.owned([], 0)
+    assert cache.unowned([*long, *long[1:]]) == 3
+
+
 def test_names_stand_for_all_tokens_before() -> None:
     whole = name_blocks([], [1, 2, 3, 4, 5, 6, 7], 2)
     assert len(whole) == 3

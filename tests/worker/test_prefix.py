@@ -20,6 +20,7 @@ from tests.worker.pairs import VOCAB, load_pair
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
     Engine,
+    OutOfBlocks,
     RequestRound,
     Residency,
     Sampling,
@@ -148,7 +149,7 @@ def test_the_text_is_the_same_with_and_without_reuse(
 
 def taken(engine: Engine, names: Sequence[str]) -> tuple[int, int]:
     """Return the blocks that requests take of both pools, by their own reports."""
-    found = [engine.status(name) for name in names]
+    found = [one for one in map(engine.status, names) if one.residency is Residency.DEVICE]
     holders = Counter(run for one in found for run in one.shared)
     target = sum(one.target_blocks for one in found)
     draft = sum(one.draft_blocks for one in found)
@@ -319,6 +320,65 @@ def test_the_draft_shares_a_start_too(pair: tuple[Path, Path], device: str) -> N
         engine._sequences[name].output == expected[name][: len(engine._sequences[name].output)]
         for name in names
     )
+
+
+@pytest.mark.parametrize("how", ["waits", "evicted", "swapped out"])
+def test_one_without_kv_needs_what_others_do_not_hold(pair: tuple[Path, Path], device: str, how: str) -> None:
+    """`a` and `b` have ten blocks of the target in common, and nine of the draft. `c`, which has one block less in
+    common, waits for the rest of its context."""
+    engine = build(pair, device, draft_len=3, blocks=60)
+    seeds = {name: Sampling(0.8, seed=number) for number, name in enumerate("abc")}
+    long = [spec(name, sampling=seeds[name], max_tokens=30) for name in "ab"]
+    long.append(spec("c", [*PROMPT[:36], 3, 3, 3], sampling=seeds["c"], max_tokens=30))
+    expected, *_ = finish_all(build(pair, device, prefix_reuse_tokens=0), long)
+    for one in long:
+        engine.add(one)
+        while (one.request_id != "c" or how != "waits") and not first_round(engine, one.request_id).drafted:
+            pass
+    output = list(engine._sequences["c"].output)
+    if how == "evicted":
+        engine.evict("c")
+    elif how == "swapped out":
+        assert engine.swap_out("c")
+    engine.expect(["c"])
+    before, (a, b, c) = in_use(engine), map(engine.status, "abc")
+    assert (c.target_blocks, c.draft_blocks) == (0, 0)
+    assert set(c.shared) <= set(a.shared) & set(b.shared)
+    found = [sum(run.target_blocks for run in c.shared), sum(run.draft_blocks for run in c.shared)]
+    assert found == [9, 9]
+    report = first_round(engine, "c")
+    engine.check()
+    output += report.tokens
+    while not report.drafted:
+        report = first_round(engine, "c")
+        output += report.tokens
+    c = engine.status("c")
+    grown = [now - then for now, then in zip(in_use(engine), before, strict=True)]
+    assert grown == [c.target_blocks - 9, c.draft_blocks - 9]
+    assert output == expected["c"][: len(output)]
+    engine.check()
+
+
+def test_a_round_fits_where_what_it_finds_leaves_room(pair: tuple[Path, Path], device: str) -> None:
+    """20 blocks: a context of 41 tokens takes 11 or 12, of which two requests have 10 in common. What no one holds
+    takes free blocks, once.
+    """
+    engine = build(pair, device, draft_len=0, blocks=20, drafter="lookup")
+    for name in "abcde":
+        engine.add(spec(name, max_tokens=4))
+    first_round(engine, "a")
+    engine.evict("a")
+    for name in "abcd":
+        assert first_round(engine, name).cached == FOUND
+    engine.check()
+    for name in "abcd":
+        engine.evict(name)
+    assert [report.cached for report in engine.round(list("abcd")).requests] == [FOUND] * 4
+    other = spec("other", PROMPT[::-1])
+    engine.add(other)
+    with pytest.raises(OutOfBlocks):
+        engine.round(["other"])
+    engine.check()
 
 
 def test_a_block_with_a_name_is_never_written(pair: tuple[Path, Path], device: str) -> None:

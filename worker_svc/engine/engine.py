@@ -199,8 +199,12 @@ class SpeculativeEngine:
             len(sequence.tokens),
             len(sequence.target.blocks),
             draft_blocks,
-            self._pair.shared_blocks(sequence),
+            self.rounds.prefill.shared_blocks(sequence),
         )
+
+    def expect(self, waiting: SequenceOf[str]) -> None:
+        """Count as shared, in each `status`, what these requests will find and others hold."""
+        self.rounds.prefill.expect([self._get(name) for name in waiting])
 
     def known(self) -> frozenset[str]:
         """Return the ids of all requests that were added and not dropped."""

@@ -16,8 +16,8 @@ Contract with the caller, in order:
 2. `round(run)` runs exactly the requests in `run`; a known request that is not in `run` is paused and keeps
    its KV.
 3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in
-   both pools for each request in `run`, growth being `Capacity.growth`. If they do not, `round` raises
-   `OutOfBlocks` and nothing has changed.
+   both pools for each request in `run`, growth being `Capacity.growth`; `SequenceStatus.shared` has those that
+   count once. If they do not, `round` raises `OutOfBlocks` and nothing has changed.
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
 6. An engine may keep KV that no request needs any more (prefix cache), and use it for a request with the same
@@ -328,7 +328,9 @@ class SequenceStatus(NamedTuple):
     tokens: int  # context length: prompt and output
     target_blocks: int  # held on the device
     draft_blocks: int
-    shared: tuple[SharedBlocks, ...] = ()  # those of these blocks that other requests hold as well
+    # Those of these blocks that other requests hold as well, or will find, if `expect` named these. Of a request
+    # without KV on the device: those that it will find and others hold.
+    shared: tuple[SharedBlocks, ...] = ()
 
 
 class LengthLearner(Protocol):
@@ -416,6 +418,12 @@ class Engine(Protocol):
         """Discard the KV of a request, on device and host.
 
         Its tokens stay known; it is prefilled again when it runs next.
+        """
+        ...
+
+    def expect(self, waiting: Sequence[str]) -> None:
+        """Look up what these requests, without KV on the device, will find in the prefix cache while others hold
+        it: until the next call, each `status` names it as shared. Raises UnknownRequest.
         """
         ...
 

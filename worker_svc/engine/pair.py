@@ -7,7 +7,6 @@ import time
 import torch
 
 from worker_svc.engine.cache.kv import KV_TILE, BlockTable, KVPool
-from worker_svc.engine.interface import SharedBlocks
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.sequence import Sequence
@@ -54,21 +53,6 @@ class ModelPair:
         """The free blocks of the target's pool and of the draft's; 0 without a draft."""
         free = [pool.allocator.free_blocks for pool in self.pools]
         return free[0], free[1] if self.draft is not None else 0
-
-    def shared_blocks(self, sequence: Sequence) -> tuple[SharedBlocks, ...]:
-        """Return the blocks of a request that others hold as well."""
-        blocks = sequence.target.blocks
-        runs = [
-            SharedBlocks(blocks[begin], end - begin, 0)
-            for begin, end in self.pools[0].allocator.shared(blocks)
-        ]
-        if sequence.draft is not None:
-            blocks = sequence.draft.blocks
-            runs += [
-                SharedBlocks(-1 - blocks[begin], 0, end - begin)  # the names of the target's are 0 or more
-                for begin, end in self.pools[1].allocator.shared(blocks)
-            ]
-        return tuple(runs)
 
     def release(self, sequence: Sequence) -> None:
         """Discard the KV of a request, on the device and in host memory, and what is derived from it."""

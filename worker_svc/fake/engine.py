@@ -237,13 +237,21 @@ class FakeEngine:
         """Discard the KV of a request; its tokens stay known."""
         self._release(self._get(request_id))
 
+    def expect(self, waiting: Sequence[str]) -> None:
+        """Count as shared, in each `status`, what these requests will find and others hold."""
+        starts = [self._owned(self._get(name)) for name in waiting]
+        self._target.expect([start for start in starts if start[1]])
+
     def status(self, request_id: str) -> SequenceStatus:
         """Return the progress of a request. Raises UnknownRequest."""
-        request = self._get(request_id)
-        blocks = request.target
-        shared = [SharedBlocks(blocks[begin], end - begin, 0) for begin, end in self._target.shared(blocks)]
+        request, pool = self._get(request_id), self._target
+        runs = pool.shared(request.target) if request.target else pool.will_share(*self._owned(request))
         return SequenceStatus(
-            request.residency, request.tokens, len(blocks), len(request.draft), tuple(shared)
+            request.residency,
+            request.tokens,
+            len(request.target),
+            len(request.draft),
+            tuple([SharedBlocks(first, count, 0) for first, count in runs]),
         )
 
     def known(self) -> frozenset[str]:
@@ -297,10 +305,12 @@ class FakeEngine:
                 request.found = []
 
         costs = self._costs
-        swap_s = (
-            sum(request.computed for request in requests if request.residency is Residency.HOST)
-            * costs.swap_token_s
-        )
+        swapped = [
+            request.computed - request.named * self.capacity.block_size
+            for request in requests
+            if request.residency is Residency.HOST
+        ]
+        swap_s = sum(swapped) * costs.swap_token_s
         for request, chunk in zip(requests, chunks, strict=True):
             if chunk or request.computed:
                 request.residency = Residency.DEVICE
@@ -323,13 +333,31 @@ class FakeEngine:
         )
 
     def _find(self, requests: Sequence[_Fake]) -> None:
-        """Look up the context of each request without KV, but for its last token."""
-        size = self.capacity.block_size
+        """Look up the context of each request without KV on the device, but for its last token."""
         for request in requests:
-            if self._least_reuse and request.computed == 0 and not request.scores_prompt:
-                names = request.names.kv_blocks(request.context, size)
-                found = self._target.find(names[: (request.tokens - 1) // size])
-                request.found = found if len(found) * size >= self._least_reuse else []
+            names, most = self._usable(request)
+            found = self._target.find(names[:most])
+            request.found = found if self._is_enough(len(found)) else []
+
+    def _usable(self, request: _Fake) -> tuple[Sequence[bytes], int]:
+        """Return the names of the blocks of a context, and how many of these a request without KV on the device can
+        use: what it swapped out, or all but the last token.
+        """
+        if not self._least_reuse or request.target or request.scores_prompt:
+            return (), 0
+        size, names = self.capacity.block_size, request.names.kv
+        if len(names) < request.tokens // size:
+            names = request.names.kv_blocks(request.context, size)
+        return names, (request.computed or request.tokens - 1) // size
+
+    def _owned(self, request: _Fake) -> tuple[Sequence[bytes], int]:
+        """Return the same names, and how many of these blocks a request will find while others hold them."""
+        names, most = self._usable(request)
+        owned = self._target.owned(names, most)
+        return names, owned if self._is_enough(owned) else 0
+
+    def _is_enough(self, blocks: int) -> bool:
+        return blocks * self.capacity.block_size >= self._least_reuse
 
     def _remember(self, request: _Fake) -> None:
         """Add the full blocks of a request to the prefix cache."""
@@ -403,9 +431,12 @@ class FakeEngine:
             starved = self._known(request) == 0 and chunk == 0  # no prefill budget was left for it
             needed = 0 if starved else blocks_needed(request.tokens, draft_len + 1, self.capacity.block_size)
             in_draft = needed if self.capacity.draft_blocks else 0
-            wanted.append((max(0, needed - len(request.target)), max(0, in_draft - len(request.draft))))
+            held = len(request.target) + len(request.found)
+            wanted.append((max(0, needed - held), max(0, in_draft - len(request.draft))))
+        # Those found are free too while they have no owner.
+        found = self._target.unowned(block for request in requests for block in request.found)
         for name, pool, count in (
-            ("target", self._target, sum(target for target, _ in wanted)),
+            ("target", self._target, found + sum(target for target, _ in wanted)),
             ("draft", self._draft, sum(draft for _, draft in wanted)),
         ):
             if count > pool.free_blocks:
@@ -416,9 +447,9 @@ class FakeEngine:
             if request.found:
                 self._target.share(request.found)
                 request.target, request.named = request.found, len(request.found)
-                request.computed = request.reused = len(request.found) * self.capacity.block_size
+                if request.residency is Residency.NONE:
+                    request.computed = request.reused = len(request.found) * self.capacity.block_size
         for request, (target, draft) in zip(requests, wanted, strict=True):
-            target -= len(request.found)
             request.target += self._target.extend(request.target, target)
             request.draft += self._draft.extend(request.draft, draft)
 

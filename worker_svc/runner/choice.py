@@ -5,9 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from laps_sd.contract.choose import LATCH_ON, NEW_CLOCK, Candidate, Residency, WorkerState, choose
+from laps_sd.contract.choose import (
+    LATCH_ON,
+    LOOKED_UP,
+    NEW_CLOCK,
+    Candidate,
+    Choice,
+    Residency,
+    WorkerState,
+    choose,
+)
 from worker_svc.engine.interface import Engine, blocks_needed
-from worker_svc.runner.held import HeldRequests
+from worker_svc.runner.held import Held, HeldRequests
 from worker_svc.runner.messages import Listed
 
 __all__ = ["Chooser"]
@@ -64,7 +73,7 @@ class Chooser:
         moved = len(choice.evict)
         for request_id in choice.evict:
             self._requests.push_out(self._requests.by_id[request_id])
-        moved += self._push_out_hidden(choice.run, candidates)
+        moved += self._push_out_hidden(choice, candidates)
         return choice.run, time.perf_counter() - began_s if moved else 0.0
 
     def round_ran(self) -> None:
@@ -77,7 +86,7 @@ class Chooser:
         That choice kept all running requests, all on the device, evicted none and was not latched. It is the
         same again if the pools stay below the latch with all tokens that this round can add: then all fit,
         and a request that waited for blocks, or ranked too low to displace another one, has less room, not
-        more.
+        more, and finds no more in the prefix cache.
         """
         growth = len(self._requests.running) * (self._growth // self._capacity.block_size + 1)
         target, draft = self._capacity.target_blocks, self._capacity.draft_blocks
@@ -91,18 +100,24 @@ class Chooser:
         running = set(self._requests.running)
         by_id, at_bound, status = self._requests.by_id, self._requests.at_bound, self._engine.status
         beyond = self._capacity.last_growth - self._growth
-        for request_id, lease_epoch, rank_class, index_s, resume_cost_s, reserved, pinned in self.assignment:
-            held = by_id.get(request_id)
-            if held is None or held.ended or held.lease_epoch != lease_epoch:
-                continue
+        listed = [
+            (entry, held)
+            for entry in self.assignment
+            if (held := by_id.get(entry.request_id)) is not None
+            and not held.ended
+            and held.lease_epoch == entry.lease_epoch
+            and not at_bound(held)
+        ]
+        waiting = self._to_look_up([held for _, held in listed if held.residency is not Residency.DEVICE])
+        self._engine.expect([*waiting])
+        for (request_id, _, rank_class, index_s, resume_cost_s, reserved, pinned), held in listed:
             prompt, emitted = len(held.spec.prompt_ids), len(held.output)
-            if at_bound(held):
-                continue
             runs = request_id in running
-            if runs or held.residency is not Residency.NONE:
+            if runs or held.residency is not Residency.NONE or request_id in waiting:
                 residency, tokens, target_blocks, draft_blocks, shared = status(request_id)
             else:
                 # KV comes from rounds only. Most of a long list waits, and the engine need not be called for it.
+                # Its whole context counts, though it may find a part of it.
                 residency, tokens, target_blocks, draft_blocks = Residency.NONE, prompt + emitted, 0, 0
                 shared = ()
             # Near its end a request may need less room than for a whole draft.
@@ -127,7 +142,20 @@ class Chooser:
             )
         return candidates
 
-    def _push_out_hidden(self, run: Sequence[str], candidates: Iterable[Candidate]) -> int:
+    def _to_look_up(self, waiting: Sequence[Held]) -> frozenset[str]:
+        """Return the first requests without KV on the device, `LOOKED_UP` at most; none if the first ones, as many as
+        a round has, have room for the whole of their contexts.
+        """
+        size, room = self._capacity.block_size, self.free_blocks[0]
+        if self._capacity.draft_blocks:
+            room = min(self.free_blocks)
+        for held in waiting[: self._capacity.slots]:
+            room -= blocks_needed(len(held.spec.prompt_ids) + len(held.output), self._growth, size)
+            if room < 0:
+                return frozenset([held.spec.request_id for held in waiting[:LOOKED_UP]])
+        return frozenset()
+
+    def _push_out_hidden(self, choice: Choice, candidates: Iterable[Candidate]) -> int:
         """Free the room that `choose` cannot know to be taken: by requests not listed, or at their bound.
 
         Returns the number of requests that were pushed out.
@@ -140,12 +168,21 @@ class Chooser:
         ]
         if not hidden:
             return 0
+        stay = [
+            c for name, c in shown.items() if c.residency is Residency.DEVICE and name not in choice.evict
+        ]
+        held_runs = {run for candidate in stay for run in candidate.shared}
         target = draft = 0  # blocks that the next round takes
-        for name in run:
+        for name in choice.run:
             candidate = shown[name]
             needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
-            target += max(0, needed - candidate.target_blocks)
-            draft += max(0, needed - candidate.draft_blocks) if self._capacity.draft_blocks else 0
+            has_target, has_draft = candidate.target_blocks, candidate.draft_blocks
+            if candidate.residency is not Residency.DEVICE:
+                found = [run for run in candidate.shared if run in held_runs]
+                has_target += sum([run.target_blocks for run in found])
+                has_draft += sum([run.draft_blocks for run in found])
+            target += max(0, needed - has_target)
+            draft += max(0, needed - has_draft) if self._capacity.draft_blocks else 0
         moved = 0
         for held in hidden:
             free_target, free_draft = self._engine.free_blocks

@@ -175,7 +175,8 @@ class HeldRequests:
                 held.residency = Residency.NONE
             elif held.residency is not Residency.DEVICE:
                 self._note_residency(held)
-            if self.at_bound(held):
+            # A request that waits for blocks may find what was computed.
+            if step.prefilled or self.at_bound(held):
                 self.settled = False
             steps.append((held.lease_epoch, step))
             reached.append((held, len(held.output), ended))

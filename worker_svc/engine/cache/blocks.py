@@ -19,6 +19,7 @@ as a view instead of being gathered.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
@@ -70,6 +71,7 @@ class BlockAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()  # those without an owner, oldest first
         self._cached_at = [0] * blocks  # clock when it lost its last owner; 0: not cached
         self._clock = 0
+        self._starts: dict[int, int] = {}  # see `expect`: numbers of blocks, by the last of them
         self.on_forgotten: Callable[[bytes], None] | None = None
         """Called with each name that `find` finds no more."""
 
@@ -165,11 +167,42 @@ class BlockAllocator:
                 self.free_blocks -= 1
             self._owners[block] += 1
 
+    def unowned(self, ids: Iterable[int]) -> int:
+        """Return how many of these blocks have no owner, each counted once."""
+        return sum(not self._owners[block] for block in set(ids))
+
+    def owned(self, names: Sequence[bytes], most: int) -> int:
+        """Return how many of the first `most` blocks with these names, from the first on, have an owner. `names` are
+        those of a context, so who owns a block owns all before it.
+        """
+
+        def has_none(name: bytes) -> bool:
+            same = self._by_name.get(name)
+            return same is None or not self._owners[same[0]]
+
+        return 0 if not most or has_none(names[0]) else bisect_left(names, True, 1, most, key=has_none)
+
+    def expect(self, starts: Iterable[tuple[Sequence[bytes], int]]) -> None:
+        """Count as shared what requests will find: of the blocks with these names so many, all of which have owners.
+        It holds for `shared` and `will_share` until the next call.
+        """
+        self._starts = {self._by_name[names[count - 1]][0]: count for names, count in starts}
+
     def shared(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return begin and end of each run of `ids`, the blocks of an owner in the order of its context, that have
-        the same owners, two or more."""
+        """Return first block and length of each run of `ids`, the blocks of an owner in the order of its context,
+        that have the same owners, two or more with those that will find them.
+        """
+        return self._runs(len(ids), ids.__getitem__)
+
+    def will_share(self, names: Sequence[bytes], count: int) -> list[tuple[int, int]]:
+        """Return the same of the first `count` blocks with these names, all of which have owners."""
+        return self._runs(count, lambda at: self._by_name[names[at]][0])
+
+    def _runs(self, blocks: int, block_at: Callable[[int], int]) -> list[tuple[int, int]]:
         owners = self._owners
-        return shared_runs(len(ids), lambda at: owners[ids[at]])
+        ends = [end for block, end in self._starts.items() if end <= blocks and block_at(end - 1) == block]
+        runs = shared_runs(blocks, lambda at: owners[block_at(at)], sorted(ends))
+        return [(block_at(begin), end - begin) for begin, end in runs]
 
     def forget_names(self) -> None:
         """Forget all names: `find` returns no block that exists now."""

@@ -102,12 +102,12 @@ class KVPool:
         """Return a block table without blocks."""
         return BlockTable(self.block_size)
 
-    def missing(self, table: BlockTable, needed: int) -> int:
-        """Return the blocks to take so that `table` holds `needed`.
-
-        Blocks found for it do not count as held by it.
-        """
-        return max(0, needed - len(table.blocks))
+    def missing(self, wanted: Sequence[tuple[BlockTable, int, int]]) -> int:
+        """Return how many free blocks `hold` takes: those that it finds are free too while they have no owner."""
+        found = self.allocator.unowned(block for table, _, _ in wanted for block in table.found)
+        return found + sum(
+            [max(0, needed - len(table.blocks) - len(table.found)) for table, needed, _ in wanted]
+        )
 
     def find(self, table: BlockTable, names: Sequence[bytes], least_tokens: int) -> None:
         """Look up the start of a context whose blocks have these names.
@@ -143,8 +143,8 @@ class KVPool:
             self._grow(table, needed, expected)
 
     def _grow(self, table: BlockTable, needed: int, expected: int) -> None:
-        missing = self.missing(table, needed)
-        if missing == 0:
+        missing = needed - len(table.blocks)
+        if missing <= 0:
             return
         if table.blocks:
             table.set_blocks(table.blocks + self.allocator.extend(table.blocks, missing))
@@ -184,12 +184,13 @@ class KVPool:
         return 1 << (size - 1).bit_length() if self.device.type == "cuda" and size else size
 
     def copy_in(self, table: BlockTable, entries: torch.Tensor) -> None:
-        """Put back what `copy_out` returned; `table` holds enough blocks."""
-        length = entries.shape[1]
+        """Put back what `copy_out` returned; `table` holds enough blocks, of which those found are not written."""
+        first, length = table.first_writable, entries.shape[1]
+        entries = entries.to(self.device, non_blocking=True)[:, first:]
         if table.base is not None:
-            self._storage[:, table.base : table.base + length] = entries.to(self.device, non_blocking=True)
+            self._storage[:, table.base + first : table.base + length] = entries
         else:
-            self._storage[:, table.rows(self.device)[:length]] = entries.to(self.device, non_blocking=True)
+            self._storage[:, table.rows(self.device)[first:length]] = entries
         table.length = length
 
     def is_finite(self, table: BlockTable) -> bool:

@@ -203,14 +203,14 @@ class RoundPlanner:
             ):
                 wanted[1].append((sequence.draft, needed, expected))
         for name, pool, tables in zip(("target", "draft"), pools, wanted, strict=False):
-            missing = sum([pool.missing(table, needed) for table, needed, _ in tables])
+            missing = pool.missing(tables)
             if missing > pool.allocator.free_blocks:
                 raise OutOfBlocks(
                     f"the {name} pool has {pool.allocator.free_blocks} free KV blocks "
                     f"and this round needs {missing}"
                 )
         for request in requests:
-            if request.fed and request.sequence.target.found:
+            if request.fed and request.sequence.target.found and not request.sequence.swapped:
                 request.sequence.reused = request.sequence.target.found_tokens
         for pool, tables in zip(pools, wanted, strict=False):
             pool.hold(tables)

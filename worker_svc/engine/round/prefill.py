@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from worker_svc.engine.cache.kv import KVPool
+from worker_svc.engine.cache.kv import BlockTable, KVPool
 from worker_svc.engine.cache.prompts import CachedPrompts
 from worker_svc.engine.draft_lengths.goodput import FIRST_STEP_ROWS
+from worker_svc.engine.interface import SharedBlocks
 from worker_svc.engine.options import EngineOptions
 from worker_svc.engine.round.prefill_time import Chunk, PrefillTime
 from worker_svc.engine.round.prompt_logprobs import rows_in_round, rows_wanted
@@ -72,17 +74,67 @@ class Prefill:
         The last token is left out, because its logits are needed, and so is every prompt whose log
         probabilities are missing. The draft is fed the last tokens of a context again.
         """
+        for sequence in sequences:
+            for pool, table, names, most in self._usable(sequence):
+                pool.find(table, names[:most], self._least_reuse)
+
+    def _usable(self, sequence: Sequence) -> Iterator[tuple[KVPool, BlockTable, list[bytes], int]]:
+        """Yield each pool in which a request has no blocks, its table there, the names of the blocks of its context,
+        and how many of these it can use: what it swapped out, or all but the last tokens.
+        """
         if not self._least_reuse:
             return
-        for sequence in sequences:
-            tokens, table = len(sequence.tokens), sequence.draft
-            names = sequence.names.kv_blocks(sequence.tokens, self._block_size)
-            if sequence.kv_length == 0 and not sequence.target.blocks and not sequence.scores_prompt:
-                of_target = names[: (tokens - 1) // self._block_size]
-                self._pools[0].find(sequence.target, of_target, self._least_reuse)
-            if table is not None and sequence.by_model and not table.blocks and not sequence.swapped:
-                of_draft = names[: max(0, tokens - FIRST_STEP_ROWS) // self._block_size]
-                self._pools[1].find(table, of_draft, self._least_reuse)
+        size, tokens, draft = self._block_size, len(sequence.tokens), sequence.draft
+        names = sequence.names.kv_blocks(sequence.tokens, size)
+        if not sequence.target.blocks and not sequence.scores_prompt:
+            most = sequence.kv_length if sequence.swapped else tokens - 1
+            yield self._pools[0], sequence.target, names, most // size
+        if draft is not None and sequence.by_model and not draft.blocks:
+            most = max(0, tokens - FIRST_STEP_ROWS)
+            if sequence.swapped:
+                most = min(most, sequence.draft_kv_length)
+            yield self._pools[1], draft, names, most // size
+
+    def _owned(self, sequence: Sequence) -> Iterator[tuple[KVPool, list[bytes], int]]:
+        """Yield the pools in which a request will find blocks that others hold, the names of the blocks of its
+        context, and how many of these it will find.
+        """
+        for pool, _, names, most in self._usable(sequence):
+            owned = pool.allocator.owned(names, most)
+            if owned * self._block_size >= self._least_reuse:
+                yield pool, names, owned
+
+    def expect(self, sequences: SequenceOf[Sequence]) -> None:
+        """Count as shared what these requests will find and others hold, until the next call."""
+        starts = [found for sequence in sequences for found in self._owned(sequence)]
+        for pool in self._pools:
+            pool.allocator.expect([(names, owned) for where, names, owned in starts if where is pool])
+
+    def shared_blocks(self, sequence: Sequence) -> tuple[SharedBlocks, ...]:
+        """Return the blocks of a request that others hold as well, or will find. Without any on the device: those
+        that it will find and others hold.
+        """
+        tables = [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
+        if sequence.target.blocks:
+            runs = [
+                (pool, pool.allocator.shared(table.blocks))
+                for pool, table in zip(self._pools, tables, strict=True)
+            ]
+        else:
+            runs = [
+                (pool, pool.allocator.will_share(names, owned))
+                for pool, names, owned in self._owned(sequence)
+            ]
+        return tuple(
+            [
+                # The names of the target's are 0 or more.
+                SharedBlocks(first, count, 0)
+                if pool is self._pools[0]
+                else SharedBlocks(-1 - first, 0, count)
+                for pool, found in runs
+                for first, count in found
+            ]
+        )
 
     def remember(self, sequence: Sequence) -> None:
         """Add the KV that is final to the prefix cache, for requests with the same context start."""

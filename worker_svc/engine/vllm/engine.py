@@ -227,6 +227,9 @@ class VllmEngine:
         if request is not None and request.status == RequestStatus.RUNNING:
             self._scheduler.evict(request)
 
+    def expect(self, waiting: Sequence[str]) -> None:
+        """Look up nothing: a request without KV counts as a whole (docs/decisions/0059)."""
+
     def status(self, request_id: str) -> SequenceStatus:
         """Return the progress of a request. Raises UnknownRequest."""
         known = self._get(request_id)
