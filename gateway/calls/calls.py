@@ -33,13 +33,14 @@ from gateway.calls.validation import (
     check_whole_answer,
     choices_of,
 )
-from gateway.links.client_stream import deadline_of
-from gateway.links.link import ShardLink
+from gateway.links.client_stream import Accepted, deadline_of
+from gateway.links.link import AcceptedStream, ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
 from gateway.model.fair_turns import FairTurns
 from gateway.model.files import ModelFiles
+from gateway.model.reasoning import State
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
@@ -153,14 +154,18 @@ class Calls:
                     )
                     if in_one_message:
                         check_whole_answer(submissions, self.settings.max_answer_bytes)
-                    attachments = await self._place_all(stack, submissions, caller)
-            shown_ids = self.model.markup_ids if reads_markup else frozenset()
-            async with self._opened(
-                stack, attachments, caller, began=began, span=span, shown_ids=shown_ids
-            ) as generation:
-                generation.states = states
-                with _ends_late(generation, by_field):
-                    yield generation
+                    streams = await self._place_all(stack, submissions, caller)
+            generation = self._opened(
+                stack,
+                streams,
+                caller,
+                began=began,
+                states=states,
+                span=span,
+                shown_ids=self.model.markup_ids if reads_markup else frozenset(),
+            )
+            with _ends_late(generation, by_field):
+                yield generation
 
     @asynccontextmanager
     async def resume(
@@ -177,9 +182,8 @@ class Calls:
                 stream = link.attach(request_id, tenant=caller.tenant)
                 stack.callback(link.close, stream)
                 acceptance = await link.accepted(stream, wait_s=self.settings.scheduler_wait_s)
-            attachment = Attachment(link, stream, acceptance)
-            async with self._opened(stack, [attachment], caller, began=began, cursor=cursor) as generation:
-                yield generation
+            accepted = AcceptedStream(link, stream, acceptance)
+            yield self._opened(stack, [accepted], caller, began=began, cursor=cursor)
 
     async def cancel(self, request_id: str, caller: Caller) -> bool:
         """End a request; return False if it had ended."""
@@ -263,83 +267,96 @@ class Calls:
             )
         return count
 
-    @asynccontextmanager
-    async def _opened(
+    def _opened(
         self,
         stack: ExitStack,
-        attachments: Sequence[Attachment],
+        streams: Sequence[AcceptedStream],
         caller: Caller,
         *,
         began: float,
         cursor: inference_pb2.Cursor | None = None,
+        states: Sequence[State | None] = (None,),
         span: CallSpan | None = None,
         shown_ids: frozenset[int] = frozenset(),
-    ) -> AsyncIterator[Generation]:
-        accepted = []
-        tenant = self._tenants.label(caller.tenant)
-        for attachment in attachments:
-            acceptance = attachment.acceptance
-            if not acceptance.attached:
-                metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
-                metrics.TENANT_REQUESTS.labels(tenant).inc()
-                metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
-            accepted.append(accepted_event(acceptance, self.model))
-            attachment.output = Output(acceptance, self.model, cursor, shown_ids=shown_ids)
-            measured = StreamMetrics(
-                began,
-                tenant,
-                start=0 if cursor is None else cursor.next_token,
-                fresh=cursor is None,
-                new=not acceptance.attached,
-            )
-            if self.settings.log_requests:  # called after `measured` has the end
-                stack.callback(
-                    log_end,
-                    acceptance,
-                    measured,
-                    tenant=caller.tenant,
-                    began=began,
-                    resumed=cursor is not None,
-                )
-            attachment.metrics = stack.enter_context(measured)
-            attachment.span = span if span is not None and span.records else None
+    ) -> Generation:
+        """Return the output of accepted streams, counted until the end of the stack."""
+        accepted = [accepted_event(stream.acceptance, self.model) for stream in streams]
         if span is not None:
             span.accepted(accepted)
-        generation = Generation(accepted, attachments)
-        try:
-            yield generation
-        finally:
-            self._refused.closed(_now() - began)
+        attachments = [
+            Attachment(
+                stream,
+                Output(stream.acceptance, self.model, cursor, shown_ids=shown_ids),
+                self._measured(stack, stream.acceptance, caller, began=began, cursor=cursor),
+                span if span is not None and span.records else None,
+            )
+            for stream in streams
+        ]
+        stack.callback(lambda: self._refused.closed(_now() - began))
+        return Generation(accepted, attachments, states)
+
+    def _measured(
+        self,
+        stack: ExitStack,
+        acceptance: Accepted,
+        caller: Caller,
+        *,
+        began: float,
+        cursor: inference_pb2.Cursor | None,
+    ) -> StreamMetrics:
+        """Count an accepted request; return the metrics of its stream, which end with the stack."""
+        tenant = self._tenants.label(caller.tenant)
+        if not acceptance.attached:
+            metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
+            metrics.TENANT_REQUESTS.labels(tenant).inc()
+            metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
+        measured = StreamMetrics(
+            began,
+            tenant,
+            start=0 if cursor is None else cursor.next_token,
+            fresh=cursor is None,
+            new=not acceptance.attached,
+        )
+        if self.settings.log_requests:  # called after `measured` has the end
+            stack.callback(
+                log_end,
+                acceptance,
+                measured,
+                tenant=caller.tenant,
+                began=began,
+                resumed=cursor is not None,
+            )
+        return stack.enter_context(measured)
 
     async def _place_all(
         self, stack: ExitStack, submissions: Sequence[link_pb2.Submit], caller: Caller
-    ) -> list[Attachment]:
+    ) -> list[AcceptedStream]:
         """Submit the requests of a call. If one is refused, so is the call: those before it, which would continue
         without a client, are cancelled. Those of an idempotency key are not: a retry attaches to them.
         """
-        placed: list[Attachment] = []
+        placed: list[AcceptedStream] = []
         try:
             for submit in submissions:
-                attachment = await self._place(stack, submit, caller)
-                placed.append(attachment)
+                accepted = await self._place(stack, submit, caller)
+                placed.append(accepted)
         except LapsSdError:
-            for attachment, submit in zip(placed, submissions, strict=False):
+            for (link, _, acceptance), submit in zip(placed, submissions, strict=False):
                 if submit.keep and not submit.idempotency_key:
-                    attachment.link.cancel_soon(attachment.acceptance.request_id, tenant=caller.tenant)
+                    link.cancel_soon(acceptance.request_id, tenant=caller.tenant)
             raise
         return placed
 
-    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> Attachment:
+    async def _place(self, stack: ExitStack, submit: link_pb2.Submit, caller: Caller) -> AcceptedStream:
         """Submit one request and wait until it is accepted; its stream is closed with the stack.
 
         The shard of each output of a call is chosen separately: each output has its own idempotency key, and
         an earlier call may have placed it on another shard than the call's other outputs.
         """
-        link, stream, acceptance = await self._shards.place(
+        accepted = await self._shards.place(
             submit, deadline=caller.deadline, wait_s=self.settings.scheduler_wait_s
         )
-        stack.callback(link.close, stream)
-        return Attachment(link, stream, acceptance)
+        stack.callback(accepted.link.close, accepted.stream)
+        return accepted
 
     def _no_room(self, count: int) -> str:
         """Return the reason why this gateway has no room for `count` more streams; empty if it has."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from gateway.calls.output import Output, Piece
 from gateway.calls.stream_metrics import StreamMetrics
-from gateway.links.client_stream import Accepted, Batch, ClientStream
-from gateway.links.link import ShardLink
+from gateway.links.client_stream import Batch
+from gateway.links.link import AcceptedStream
 from gateway.model.reasoning import State
 from gateway.tracing import CallSpan
 from laps_sd.errors import FailedPrecondition, LapsSdError
@@ -21,48 +21,48 @@ __all__ = ["Attachment", "Generation"]
 class Attachment:
     """One accepted choice: its stream, which the stack of the call closes, and its output."""
 
-    output: Output
-    metrics: StreamMetrics
-    span: CallSpan | None = None
-
-    def __init__(self, link: ShardLink, stream: ClientStream, acceptance: Accepted) -> None:
-        self.link = link
-        self.stream = stream
-        self.acceptance = acceptance
+    def __init__(
+        self, accepted: AcceptedStream, output: Output, metrics: StreamMetrics, span: CallSpan | None
+    ) -> None:
+        self.stream = accepted.stream
         self.over = False
-        submit = stream.submit
+        self._link, _, self._acceptance = accepted
+        self._output = output
+        self._metrics = metrics
+        self._span = span
+        submit = self.stream.submit
         self._awaits_prompt = submit is not None and submit.specification.HasField("prompt_logprobs")
 
     def take(self, now: float) -> Piece:
         """Return the output since the last call. Raises the stream's failure, and FailedPrecondition if the log
         probabilities of the prompt are missing."""
-        batch = self.link.take(self.stream, now)
+        batch = self._link.take(self.stream, now)
         count = len(batch.token_ids)
         if self._awaits_prompt and count:
             self._awaits_prompt = False
             self._check_prompt(batch)
-        self.metrics.tokens(count, now)
-        if self.span is not None:
-            self.span.tokens(count)
-        piece = self.output.add(batch)
+        self._metrics.tokens(count, now)
+        if self._span is not None:
+            self._span.tokens(count)
+        piece = self._output.add(batch)
         if piece.end is not None:
-            self.metrics.ended(piece.end)
-            if self.span is not None:
-                self.span.ended(piece.end)
+            self._metrics.ended(piece.end)
+            if self._span is not None:
+                self._span.ended(piece.end)
             self.over = True
         return piece
 
     def failed(self, error: Exception) -> None:
         """Record why the output does not go on."""
-        self.metrics.failed(error)
-        if self.span is not None:
-            self.span.failed(error)
+        self._metrics.failed(error)
+        if self._span is not None:
+            self._span.failed(error)
 
     def _check_prompt(self, batch: Batch) -> None:
         """Check that the log probabilities of the prompt came with its first token."""
         if batch.prompt_logprobs is not None:
             return
-        if self.acceptance.prompt_tokens > 1:
+        if self._acceptance.prompt_tokens > 1:
             raise FailedPrecondition(
                 "the log probabilities of the prompt are missing: the scheduler or the worker is of a release that"
                 " does not have them, or they were lost together with the record"
@@ -75,10 +75,15 @@ class Generation:
     """The choices of one call as they are generated. It has one reader: a task that calls `read`, or one that
     calls `take` after `listen`."""
 
-    def __init__(self, accepted: Sequence[inference_pb2.Accepted], attachments: Sequence[Attachment]) -> None:
+    def __init__(
+        self,
+        accepted: Sequence[inference_pb2.Accepted],
+        attachments: Sequence[Attachment],
+        states: Sequence[State | None],
+    ) -> None:
         self.accepted = accepted
         """The first message of each choice, by choice."""
-        self.states: Sequence[State | None] = [None] * len(accepted)
+        self.states = states
         """The state that the output of each choice begins in; None: its reasoning is not read."""
         self.prompts: list[Sequence[int]] = [
             () if attachment.stream.submit is None else attachment.stream.submit.specification.prompt_ids

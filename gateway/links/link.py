@@ -25,6 +25,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -67,6 +68,14 @@ class Survey:
 
     queue: admin_pb2.ListQueueResponse
     workers: admin_pb2.ListWorkersResponse
+
+
+class AcceptedStream(NamedTuple):
+    """A stream whose request is accepted, and the link that it is closed by."""
+
+    link: ShardLink
+    stream: ClientStream
+    acceptance: Accepted
 
 
 class ShardLink:

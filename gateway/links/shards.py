@@ -26,8 +26,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from gateway import metrics
-from gateway.links.client_stream import Accepted, ClientStream
-from gateway.links.link import ShardLink
+from gateway.links.link import AcceptedStream, ShardLink
 from gateway.links.request_ids import shard_of
 from gateway.settings import GatewaySettings
 from laps_sd.contract.shard_names import SHARD_NAME, SHARD_NAME_RULE
@@ -174,7 +173,7 @@ class Shards:
 
     async def place(
         self, submit: link_pb2.Submit, *, deadline: float | None, wait_s: float
-    ) -> tuple[ShardLink, ClientStream, Accepted]:
+    ) -> AcceptedStream:
         """Submit to the best shard that takes the request; the request id is issued here. The caller closes
         the stream.
 
@@ -188,7 +187,7 @@ class Shards:
             submit.request_id = submit.specification.request_id = new_request_id(link.shard)
             stream = link.submit(submit, deadline=deadline)
             try:
-                return link, stream, await link.accepted(stream, wait_s=wait_s)
+                return AcceptedStream(link, stream, await link.accepted(stream, wait_s=wait_s))
             except LapsSdError as error:
                 link.close(stream)
                 if stream.refused is None or stream.refused.reason != Refused.REASON_KEY_ELSEWHERE:
