@@ -313,13 +313,7 @@ class HttpServer:
                 raise Unavailable(
                     f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
                 ) from None
-            reply = make_reply(
-                generation.accepted,
-                created_unix_s=int(time.time()),
-                model=self._calls.model,
-                states=generation.states,
-                prompts=generation.prompts,
-            )
+            reply = make_reply(generation, created_unix_s=int(time.time()), model=self._calls.model)
             headers = id_headers(request, reply.id)
             if parsed.stream:
                 return await send_stream(request, generation, reply, first, headers, self._turn, self._open)

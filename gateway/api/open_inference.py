@@ -99,13 +99,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         with self._calls.refusals(caller):
             parsed = _parsed(request)
         async with self._calls.generate(parsed.requests, caller, in_one_message=True) as generation:
-            reply = Reply(
-                parsed,
-                generation.accepted,
-                created_unix_s=0,
-                model=self._calls.model,
-                prompts=generation.prompts,
-            )
+            reply = Reply(parsed, generation, created_unix_s=0, model=self._calls.model)
             while not generation.over:
                 for choice, piece in await generation.read():
                     reply.add(choice, piece)

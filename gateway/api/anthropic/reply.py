@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from gateway.api.anthropic.errors import anthropic_error
 from gateway.api.openai.answer import AnswerReader
@@ -11,10 +11,9 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.growing import GrowingReply
 from gateway.api.openai.reply import COMPACT
 from gateway.api.openai.request import ParsedRequest
+from gateway.calls.generation import Generation
 from gateway.model.files import ModelFiles
-from gateway.model.reasoning import State
 from laps_sd.errors import LapsSdError
-from laps_sd.v1 import inference_pb2
 
 __all__ = ["MessagesReply"]
 
@@ -29,14 +28,12 @@ class MessagesReply(GrowingReply):
     def __init__(
         self,
         parsed: ParsedRequest,
-        accepted: Sequence[inference_pb2.Accepted],
+        generation: Generation,
         *,
         created_unix_s: int,
         model: ModelFiles,
-        states: Sequence[State | None] = (),
-        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().__init__(AnswerReader(parsed, accepted, model, states))
+        super().__init__(AnswerReader(parsed, generation, model))
         self._arguments: list[str] = []
         """Parts of the JSON of the call that grows."""
 

@@ -3,16 +3,15 @@ completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from gateway.api.ends import openai_reason
 from gateway.api.openai.body import Json
 from gateway.api.openai.message import readers_of
 from gateway.api.openai.request import ParsedRequest
+from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
 from gateway.model.files import ModelFiles
-from gateway.model.reasoning import State
 from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import end_of_reason
@@ -58,16 +57,8 @@ class StreamedReply(Protocol):
 class MakeReply(Protocol):
     """Makes the reply to a request once it is accepted."""
 
-    def __call__(
-        self,
-        accepted: Sequence[inference_pb2.Accepted],
-        *,
-        created_unix_s: int,
-        model: ModelFiles,
-        states: Sequence[State | None] = (),
-        prompts: Sequence[Sequence[int]] = (),
-    ) -> StreamedReply:
-        """Return the reply; the arguments are those of `Reply`."""
+    def __call__(self, generation: Generation, *, created_unix_s: int, model: ModelFiles) -> StreamedReply:
+        """Return the reply; its output is passed to it as it arrives."""
         ...
 
 
@@ -75,18 +66,12 @@ class AnswerReader:
     """Reads the output of the one choice as deltas of a message of chat completions: `content`,
     `reasoning_content`, `tool_calls`."""
 
-    def __init__(
-        self,
-        parsed: ParsedRequest,
-        accepted: Sequence[inference_pb2.Accepted],
-        model: ModelFiles,
-        states: Sequence[State | None],
-    ) -> None:
-        ids = [one.request_id for one in accepted]
-        self._reader = readers_of(parsed, model.dialect, states or [None], model.pieces, ids)[0]
-        self.id = accepted[0].request_id
-        self.model = accepted[0].model
-        self.prompt_tokens = accepted[0].prompt_tokens
+    def __init__(self, parsed: ParsedRequest, generation: Generation, model: ModelFiles) -> None:
+        self._reader = readers_of(parsed, generation, model)[0]
+        accepted = generation.accepted[0]
+        self.id = accepted.request_id
+        self.model = accepted.model
+        self.prompt_tokens = accepted.prompt_tokens
         self.output_tokens = 0
         self.stop = ""
         """The stop string that ended the output."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from gateway.api.openai.body import Json
 from gateway.api.openai.request import ParsedRequest
+from gateway.calls.generation import Generation
 from gateway.calls.tools import is_single, schemas_of
-from gateway.model.dialect import Dialect
+from gateway.model.files import ModelFiles
 from gateway.model.reasoning import Answer, Reasoning, ReasoningReader, State
 from gateway.model.token_bytes import TokenBytes
 from gateway.model.tool_calls.families import ToolFamily
@@ -24,21 +25,18 @@ __all__ = ["MessageReader", "readers_of"]
 
 
 def readers_of(
-    parsed: ParsedRequest,
-    dialect: Dialect,
-    states: Sequence[State | None],
-    pieces: TokenBytes,
-    request_ids: Sequence[str],
+    parsed: ParsedRequest, generation: Generation, model: ModelFiles
 ) -> list[MessageReader | None]:
     """Return the reader of each choice; None for a choice whose text is its content as it is."""
     if parsed.kind != "chat":
-        return [None] * len(request_ids)
+        return [None] * len(generation.accepted)
+    dialect = model.dialect
     chat = parsed.requests[0].messages
     tools = schemas_of(chat)
     family = dialect.tools if tools else None
     fixed = parsed.requests[0].output_format.WhichOneof("format") in ("regex", "grammar")
     readers: list[MessageReader | None] = []
-    for state, request_id in zip(states, request_ids, strict=True):
+    for state, accepted in zip(generation.states, generation.accepted, strict=True):
         reasoning = None
         if dialect.reasoning is not None and state is not None and not fixed:
             reasoning = ReasoningReader(dialect.reasoning, state)
@@ -50,8 +48,8 @@ def readers_of(
                     family,
                     tools,
                     reasoning,
-                    pieces,
-                    request_id=request_id,
+                    model.pieces,
+                    request_id=accepted.request_id,
                     single=is_single(chat, dialect),
                     shows_reasoning=parsed.include_reasoning,
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.api.ends import OPENAI, openai_reason
@@ -14,10 +13,10 @@ from gateway.api.openai.errors import error_json
 from gateway.api.openai.message import MessageReader, readers_of
 from gateway.api.openai.prompt_logprobs import beginning_of_logprobs, vllm_json
 from gateway.api.openai.request import ParsedRequest
+from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
 from gateway.model.detokenizer import TokenDecoder
 from gateway.model.files import ModelFiles
-from gateway.model.reasoning import State
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError
@@ -65,14 +64,12 @@ class Reply:
     def __init__(
         self,
         parsed: ParsedRequest,
-        accepted: Sequence[inference_pb2.Accepted],
+        generation: Generation,
         *,
         created_unix_s: int,
         model: ModelFiles,
-        states: Sequence[State | None] = (),
-        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`prompts`: token ids of the prompt of each choice."""
+        accepted = generation.accepted
         self._parsed = parsed
         self._files = model
         self._bytes_of = functools.cache(model.pieces.bytes_of)
@@ -83,17 +80,17 @@ class Reply:
         self._created = created_unix_s
         self._prompt_tokens = sum(one.prompt_tokens for one in accepted[:: parsed.choices_per_prompt])
         self._completion_tokens = 0
-        ids = [one.request_id for one in accepted]
-        readers = readers_of(parsed, model.dialect, states or [None] * len(ids), model.pieces, ids)
+        readers = readers_of(parsed, generation, model)
         # Both begin with the prompt, and come together.
         begins_with_prompt = parsed.echo and not self._chat and self._has_logprobs
         self._choices = [_Choice(reader=reader, begins_with_prompt=begins_with_prompt) for reader in readers]
-        self._prompts = prompts
+        self._prompts = generation.prompts
         self._echoes = [""] * len(accepted)
         if parsed.echo:
             requests = [request for request in parsed.requests for _ in range(parsed.choices_per_prompt)]
             self._echoes = [
-                echo_of(request, prompt, model) for request, prompt in zip(requests, prompts, strict=True)
+                echo_of(request, prompt, model)
+                for request, prompt in zip(requests, self._prompts, strict=True)
             ]
         self.id = accepted[0].request_id
         """Request id of the first choice; every other call of LAPS-SD accepts it."""

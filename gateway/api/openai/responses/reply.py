@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from gateway.api.openai.answer import AnswerReader
 from gateway.api.openai.body import Json
@@ -11,10 +11,9 @@ from gateway.api.openai.growing import GrowingReply
 from gateway.api.openai.reply import COMPACT
 from gateway.api.openai.request import ParsedRequest
 from gateway.api.openai.responses.tools import ToolsOfResponse
+from gateway.calls.generation import Generation
 from gateway.model.files import ModelFiles
-from gateway.model.reasoning import State
 from laps_sd.errors import LapsSdError
-from laps_sd.v1 import inference_pb2
 
 __all__ = ["ResponsesReply"]
 
@@ -29,15 +28,13 @@ class ResponsesReply(GrowingReply):
         parsed: ParsedRequest,
         tools: ToolsOfResponse,
         repeated: Json,
-        accepted: Sequence[inference_pb2.Accepted],
+        generation: Generation,
         *,
         created_unix_s: int,
         model: ModelFiles,
-        states: Sequence[State | None] = (),
-        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
         """`repeated`: fields of the body that the answer has too."""
-        super().__init__(AnswerReader(parsed, accepted, model, states))
+        super().__init__(AnswerReader(parsed, generation, model))
         self._created = created_unix_s
         self._tools = tools
         self._repeated = repeated
