@@ -15,7 +15,7 @@ from laps_sd.contract.prompt_blocks import NAME_BYTES
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
-__all__ = ["body_hash", "cache_salt", "complete"]
+__all__ = ["body_hash", "complete"]
 
 
 def complete(
@@ -27,16 +27,14 @@ def complete(
     tenant: str,
     fallback_seed: int,
     capacity_tokens: int | None = None,
-    choice: int = 0,
     bad_words: BadWords | None = None,
 ) -> gateway_link_pb2.Submit:
     """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
 
-    Raises InvalidArgument if the request does not fit the context. Each choice is a request of its own, whose
-    seed is increased by the choice's number (our choice); the first choice equals the request with n = 1. `bad_words`:
-    shared by all submissions of a call. `capacity_tokens`: the most tokens of prompt and output for which the workers
-    have room, if that is known; an output without a limit of its own is that much shorter. A prompt for which
-    they have no room is refused by the scheduler, or waits for a larger worker.
+    Raises InvalidArgument if the request does not fit the context. `bad_words`: shared by all submissions of a call.
+    `capacity_tokens`: the most tokens of prompt and output for which the workers have room, if that is known; an
+    output without a limit of its own is that much shorter. A prompt for which they have no room is refused by the
+    scheduler, or waits for a larger worker.
     """
     left = _context_left(request, len(prompt_ids), model)
     room = (capacity_tokens or 0) - len(prompt_ids)
@@ -44,7 +42,6 @@ def complete(
         request.sampling, min(left, room) if room > 0 else left, settings, model, fallback_seed
     )
     _set_bad_words(sampling, bad_words or BadWords(model))
-    sampling.seed = (sampling.seed + choice) % 2**64
     adapter = model.adapter_of(request.model)
     submit = gateway_link_pb2.Submit(
         tenant=tenant,
@@ -94,7 +91,7 @@ def _specification(
         prompt_ids=prompt_ids,
         sampling=sampling,
         drafter=request.speculation.drafter,
-        cache_salt=cache_salt(request, settings, tenant, adapter),
+        cache_salt=_cache_salt(request, settings, tenant, adapter),
         adapter=adapter,
     )
     if request.conversation:
@@ -156,7 +153,7 @@ def _set_bad_words(sampling: inference_pb2.SamplingParams, bad_words: BadWords) 
     del sampling.bad_words[:]
 
 
-def cache_salt(
+def _cache_salt(
     request: inference_pb2.GenerateRequest, settings: GatewaySettings, tenant: str, adapter: str
 ) -> str:
     """Return the salt of a prompt: what is computed for it is used for prompts of equal salt only."""

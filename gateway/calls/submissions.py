@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from copy import deepcopy
 
 from gateway.calls.bad_words import BadWords
-from gateway.calls.completion import cache_salt, complete
+from gateway.calls.completion import complete
 from gateway.calls.prompts import Prompts
 from gateway.calls.tools import output_format_of
 from gateway.calls.validation import check_prompt_logprobs, choices_of
@@ -56,47 +57,44 @@ class Submissions:
             rendered = await self._prompts.rendered(request, tenant)
             markers = self._model.dialect.reasoning
             state = markers.state_after(rendered) if markers and rendered and reads_markup else None
-            wanted = await self._format_of(request, state, tenant)
+            own_format = await self._own_format_of(request, state, tenant)
             prompt_ids = await self._prompts.ids_of(request, rendered, tenant)
             if wants_prompt := request.HasField("prompt_logprobs"):
                 each = prompt_logprobs_in_all(len(prompt_ids), request.prompt_logprobs)
                 of_prompts += choices_of(request) * each
                 check_prompt_logprobs(of_prompts, self._settings)
-            features = self._prompts.features_of(request)
-            salt = cache_salt(request, self._settings, tenant, self._model.adapter_of(request.model))
+            submit = complete(
+                request,
+                prompt_ids,
+                settings=self._settings,
+                model=self._model,
+                tenant=tenant,
+                fallback_seed=secrets.randbits(64),
+                capacity_tokens=capacity_tokens,
+                bad_words=bad_words,
+            )
+            if own_format is not None:
+                submit.specification.output_format.CopyFrom(own_format)
+            submit.traceparent = traceparent
+            submit.length_features.extend(self._prompts.features_of(request))
             # A prompt whose log probabilities are wanted is computed again, whatever a worker has of it.
-            blocks = b"" if wants_prompt else name_blocks(prompt_ids, salt)
-            seed = secrets.randbits(64)
-            for choice in range(choices_of(request)):
-                submit = complete(
-                    request,
-                    prompt_ids,
-                    settings=self._settings,
-                    model=self._model,
-                    tenant=tenant,
-                    fallback_seed=seed,
-                    capacity_tokens=capacity_tokens,
-                    choice=choice,
-                    bad_words=bad_words,
-                )
-                if wanted.WhichOneof("format"):
-                    submit.specification.output_format.CopyFrom(wanted)
-                submit.idempotency_key = _key_of(request.idempotency_key, output=len(made))
-                submit.traceparent = traceparent
-                submit.length_features.extend(features)
-                submit.prompt_blocks = blocks
-                made.append(submit)
+            if not wants_prompt:
+                submit.prompt_blocks = name_blocks(prompt_ids, submit.specification.cache_salt)
+            for output in _outputs_of(submit, choices_of(request)):
+                output.idempotency_key = _key_of(request.idempotency_key, output=len(made))
+                made.append(output)
                 states.append(state)
         return made, states
 
-    async def _format_of(
+    async def _own_format_of(
         self, request: inference_pb2.GenerateRequest, state: State | None, tenant: str
-    ) -> inference_pb2.OutputFormat:
-        """Return the output format of a request. Raises InvalidArgument if no worker could compile it."""
+    ) -> inference_pb2.OutputFormat | None:
+        """Return the output format that the tools and the reasoning of a request make; None if it has its own or none.
+        Raises InvalidArgument if no worker could compile it."""
         await self._check_format(request.output_format, tenant)
         made = output_format_of(request, self._model, state)
         if made is None:
-            return request.output_format
+            return None
         judged = output_format_of(request, self._model, state, judged=True)
         assert judged is not None, "the tokenizer does not matter"
         await self._check_format(judged, tenant, field="messages.tools" if request.messages.tools else "")
@@ -113,6 +111,16 @@ class Submissions:
         problem = await self._formats.problem_of(kind, getattr(wanted, kind), tenant=tenant)
         if problem:
             raise InvalidArgument(field or f"output_format.{kind}", problem)
+
+
+def _outputs_of(submit: link_pb2.Submit, count: int) -> list[link_pb2.Submit]:
+    """Return the submission of each output of a request. Each is a request of its own, whose seed is increased by the
+    output's number (our choice); the first equals the request with n = 1."""
+    outputs = [submit, *(deepcopy(submit) for _ in range(1, count))]
+    for number, output in enumerate(outputs):
+        sampling = output.specification.sampling
+        sampling.seed = (sampling.seed + number) % 2**64
+    return outputs
 
 
 def _key_of(key: str, *, output: int) -> str:
