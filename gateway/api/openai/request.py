@@ -150,6 +150,11 @@ class ParsedRequest:
     """Log probabilities name tokens by their ids."""
 
     @property
+    def has_scores(self) -> bool:
+        """Return whether the answer has log probabilities, of the output or of the prompt."""
+        return any(one.HasField("logprobs") or one.HasField("prompt_logprobs") for one in self.requests)
+
+    @property
     def choices_per_prompt(self) -> int:
         """Return the number of outputs for each prompt."""
         return self.requests[0].n if self.requests[0].HasField("n") else 1

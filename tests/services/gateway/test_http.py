@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.api import http_connections, http_server, http_stream
+from gateway.api import http_connections, http_generation, http_stream
 from gateway.api.http_requests import LARGE_BODIES_AT_ONCE, LARGE_BODY_BYTES
 from gateway.api.openai.long_json import json_in_parts
 from gateway.api.openai.reply import Reply
@@ -195,7 +195,7 @@ class TestAnswersWithLogprobs:
             threads.append(threading.current_thread())
             return json.dumps(value)
 
-        monkeypatch.setattr(http_server, "json_in_parts", written)
+        monkeypatch.setattr(http_generation, "json_in_parts", written)
         call = asyncio.create_task(served.post(path, body))
         await served.finished()
         status, _, _ = await call
@@ -877,7 +877,7 @@ async def test_a_client_that_leaves_as_its_call_is_accepted_is_no_error(
         request.transport.abort()
         return await http_stream.send_stream(request, *rest)
 
-    monkeypatch.setattr(http_server, "send_stream", send_to_nobody)
+    monkeypatch.setattr(http_generation, "send_stream", send_to_nobody)
     with pytest.raises(aiohttp.ClientConnectionError):
         await served.session.post(served.url + "/v1/completions", json=TEXT | {"stream": True})
     await served.scheduler.wait_heard("detach")
@@ -1741,7 +1741,7 @@ class TestConnections:
         held = [await Raw.open(served) for _ in range(LARGE_BODIES_AT_ONCE)]
         for connection in held:
             connection.writer.write(sent[:-1])
-        turns = served.running.gateway.http._bodies._turns._of_tenants
+        turns = served.running.gateway.http._generation._bodies._turns._of_tenants
         await wait_until_async(
             lambda: "hostile" in turns and not turns["hostile"]._free, description="all have begun"
         )
