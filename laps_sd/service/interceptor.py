@@ -129,15 +129,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Wrap the handler of a call. Nothing is cached: inner interceptors check each call."""
-        method: str = handler_call_details.method
-        try:
-            handler = await continuation(handler_call_details)
-        except LapsSdError as error:
-            return _refusing(error, method)
+        """Wrap the handler of a call."""
+        handler = await continuation(handler_call_details)
         if handler is None:  # unknown method: gRPC answers UNIMPLEMENTED
             return None
-        return self._wrap(handler, method)
+        return self._wrap(handler, handler_call_details.method)
 
     def _wrap(self, handler: Any, method: str) -> Handler:
         behaviour = (
@@ -280,15 +276,6 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise InvalidArgument("", "the request bytes are no valid message of this method") from None
 
         return decode
-
-
-def _refusing(refusal: LapsSdError, method: str) -> Handler:
-    """Return a handler that ends the call with this error, whatever the type of the method."""
-
-    async def refuse(requests: Any, context: Context) -> None:
-        await _abort(context, _failure_of(refusal, method))
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _read_first(context: Context) -> Any:

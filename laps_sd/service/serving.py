@@ -63,9 +63,9 @@ from laps_sd.service.interceptor import (
 from laps_sd.service.log import configure, get_logger
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.tracing import Tracing
-from laps_sd.service.wire import MAX_MESSAGE_BYTES, Tls, server_options
+from laps_sd.service.wire import Tls, server_options
 
-__all__ = ["ServiceApp", "main", "make_server"]
+__all__ = ["ServiceApp", "main"]
 
 log = get_logger(__name__)
 
@@ -76,25 +76,6 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def make_server(
-    *,
-    guard: CallGuard,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_sent_bytes: int | None = None,
-    max_connection_age_s: float | None = None,
-    receives_unread: bool = True,
-    interceptors: Sequence[Any] = (),
-) -> grpc.aio.Server:
-    """Return a server with our options.
-
-    `interceptors` run inside the guard, so they may raise `laps_sd.errors` in handlers.
-    """
-    options = server_options(
-        max_message_bytes, max_sent_bytes, max_connection_age_s, receives_unread=receives_unread
-    )
-    return grpc.aio.server(interceptors=[guard, *interceptors], options=options)
-
-
 class ServiceApp:
     """Server, tasks and stop of one service; see the top of this file."""
 
@@ -103,7 +84,6 @@ class ServiceApp:
         service: str,
         settings: ServingSettings,
         *,
-        interceptors: Sequence[Any] = (),
         authorize: Authorize | None = None,
         message_turns: MessageTurns | None = None,
         open_methods: Sequence[str] = OPEN_METHODS,
@@ -119,13 +99,14 @@ class ServiceApp:
         self.service = service
         self.settings = settings
         self.guard = CallGuard(authorize, message_turns, open_methods=open_methods, max_fields=max_fields)
-        self.server = make_server(
-            guard=self.guard,
-            max_message_bytes=settings.max_message_bytes,
-            max_sent_bytes=max_sent_bytes,
-            max_connection_age_s=max_connection_age_s,
-            receives_unread=message_turns is None,
-            interceptors=interceptors,
+        self.server = grpc.aio.server(
+            interceptors=[self.guard],
+            options=server_options(
+                settings.max_message_bytes,
+                max_sent_bytes,
+                max_connection_age_s,
+                receives_unread=message_turns is None,
+            ),
         )
         self.names: list[str] = []
         """Full names of the gRPC services added to `server`."""

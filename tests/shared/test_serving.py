@@ -108,9 +108,9 @@ def settings(**overrides) -> ServingSettings:
 
 @contextlib.asynccontextmanager
 async def running(
-    *interceptors, authorize=None, **overrides
+    authorize=None, **overrides
 ) -> AsyncIterator[tuple[ServiceApp, Scripted, grpc.aio.Channel]]:
-    app = ServiceApp("test", settings(**overrides), interceptors=interceptors, authorize=authorize)
+    app = ServiceApp("test", settings(**overrides), authorize=authorize)
     scripted = Scripted()
     inference_pb2_grpc.add_InferenceServicer_to_server(scripted, app.server)
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(Echo(), app.server)
@@ -333,19 +333,6 @@ async def test_an_unknown_method_is_unimplemented():
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-class Turnstile(grpc.aio.ServerInterceptor):
-    """Lets every second call in."""
-
-    def __init__(self):
-        self.calls = 0
-
-    async def intercept_service(self, continuation, details):
-        self.calls += 1
-        if self.calls % 2:
-            raise errors.Unauthenticated("no key")
-        return await continuation(details)
-
-
 def known_only(method, context):
     if ("key", "right") not in context.invocation_metadata():
         raise errors.Unauthenticated("a key is needed")
@@ -415,19 +402,6 @@ async def test_a_request_that_was_refused_is_not_kept():
             )
         finally:
             gc.enable()
-
-
-async def test_an_interceptor_of_a_service_judges_each_call():
-    async with running(Turnstile()) as (_, _, channel):
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        request = inference_pb2.GenerateRequest()
-        for _ in range(2):
-            error = await failure(stub.Generate(request))
-            assert (error.code(), error.details()) == (grpc.StatusCode.UNAUTHENTICATED, "no key")
-            assert (await stub.Generate(request)).text == "done"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GenerateStream(request).read()
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_client_that_leaves_runs_the_handlers_clean_up():

@@ -16,7 +16,7 @@ from laps_sd.keda import externalscaler_pb2_grpc
 from laps_sd.service.config import load
 from laps_sd.service.interceptor import CallGuard
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
-from laps_sd.service.serving import make_server
+from laps_sd.service.wire import server_options
 from laps_sd.v1 import admin_pb2_grpc, gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
@@ -77,7 +77,7 @@ async def start_scheduler(
         clock=clock,
     )
     leadership = Leadership(settings, store, on_lead=lambda _: None)
-    server = make_server(guard=CallGuard())
+    server = grpc.aio.server(interceptors=[CallGuard()], options=server_options())
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(GatewayLink(leadership), server)
     worker_link_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(leadership), server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(leadership), server)
