@@ -34,9 +34,9 @@ from gateway import metrics
 from gateway.links.admin import call_leader
 from gateway.links.client_stream import Accepted, Batch, ClientStream
 from gateway.links.greeting import Call, check_hello, exchange_hellos
+from gateway.links.mismatches import Mismatches
 from gateway.links.streams import Streams
 from gateway.settings import GatewaySettings
-from laps_sd.contract.length_features import key_digest
 from laps_sd.errors import NotFound, Unavailable
 from laps_sd.service.leader_link import (
     BackOff,
@@ -57,8 +57,6 @@ log = get_logger(__name__)
 
 PATIENCE_ROUNDS = 8
 """Failed rounds of dialling before a warning: about 3 s, which a change of leader takes."""
-TAKEOVER_S = 5.0
-"""Seconds of a change of leader beyond its lease, as the chart counts them."""
 EXPLAIN_PAUSE_S = 0.1
 
 
@@ -91,9 +89,7 @@ class ShardLink:
         tls: Tls | None = None,
         vocabulary: bytes = b"",
     ) -> None:
-        """`tls`: what all links of the gateway share; None: as the settings have it. `vocabulary`: digest of the tokens of
-        the gateway's model, with which that of the shard's workers is compared; empty: it is not.
-        """
+        """`tls`: what all links of the gateway share; None: as the settings have it. `vocabulary`: see `Mismatches`."""
         self.shard = shard
         self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
         """Addresses of schedulers; each of them names the leader. May change at any time; the next round of
@@ -108,9 +104,7 @@ class ShardLink:
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._settings = settings
         self._tls = link_tls(settings) if tls is None else tls
-        self._vocabulary = vocabulary
-        self._other_vocabulary = b""
-        """The workers' digest, if it was another one."""
+        self._mismatches = Mismatches(settings, shard, self.gateway_id, vocabulary)
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
         self._leader_epoch = ""
@@ -362,8 +356,7 @@ class ShardLink:
             leader_epoch=reply.leader_epoch,
             software_version=hello.software_version,
         )
-        self._compare_keys(hello.length_key_digest, address)
-        self._compare_waits(hello.lease_s, address)
+        self._mismatches.warn_of_hello(hello, address)
         metrics.LINK_GREETINGS.labels(self.shard).inc()
         self._leader_epoch = reply.leader_epoch
         # A new leader does not know the messages sent to the previous one: everything is sent again.
@@ -371,42 +364,6 @@ class ShardLink:
         self._outbox.extend(self.streams.reconnected(self._now()))
         self._outbox.extend(message for message, answer in self._cancels.values() if not answer.done())
         self._outbox_filled.set()
-
-    def _compare_keys(self, digest: bytes, address: str) -> None:
-        """Warn of a scheduler that reads the words of prompts under another key than this gateway hashes them."""
-        settings = self._settings
-        if settings.predict_lengths and digest and digest != key_digest(settings.length_key):
-            log.warning(
-                "this gateway and the scheduler have different LAPS_SD_LENGTH_KEY, so that lengths are learned from noise:"
-                " all gateways and schedulers must have the same",
-                gateway_id=self.gateway_id,
-                scheduler=address,
-                shard=self.shard,
-            )
-
-    def _compare_waits(self, lease_s: float, address: str) -> None:
-        """Warn if calls do not wait as long as it takes to replace a leader that died."""
-        wait_s = self._settings.scheduler_wait_s
-        if lease_s and wait_s < lease_s + TAKEOVER_S:
-            log.warning(
-                "calls would be refused whenever a leader dies: LAPS_SD_SCHEDULER_WAIT_S must be at least LAPS_SD_LEASE_S of the"
-                f" schedulers and {TAKEOVER_S:g} s",
-                scheduler_wait_s=wait_s,
-                lease_s=lease_s,
-                scheduler=address,
-                shard=self.shard,
-            )
-
-    def _compare(self, vocabulary: bytes) -> None:
-        """Warn once of workers whose token ids mean something else than the gateway's."""
-        if not self._vocabulary or vocabulary in (b"", self._vocabulary, self._other_vocabulary):
-            return
-        self._other_vocabulary = vocabulary
-        log.warning(
-            "the workers have another tokenizer than this gateway, so that texts may be wrong: LAPS_SD_TOKENIZER_DIR must name"
-            " the workers' target model",
-            shard=self.shard,
-        )
 
     def _on_reply(self, reply: link_pb2.GatewayLinkReply, kind: str | None) -> None:
         if kind == "hello":
@@ -417,7 +374,7 @@ class ShardLink:
             return
         if reply.HasField("load"):
             self.load, self.submitted = reply.load, 0
-            self._compare(reply.load.vocabulary)
+            self._mismatches.warn_of_load(reply.load)
         now = self._now()
         match kind:
             case "submit_reply":

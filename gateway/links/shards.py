@@ -99,7 +99,7 @@ class Shards:
     from any task of the same loop."""
 
     def __init__(self, settings: GatewaySettings, vocabulary: bytes = b"") -> None:
-        """Read the shards file, if there is one. Raises StartupError if it cannot be used. `vocabulary`: see `ShardLink`."""
+        """Read the shards file, if there is one. Raises StartupError if it cannot be used. `vocabulary`: see `Mismatches`."""
         self._settings = settings
         self._tls = link_tls(settings)
         self._vocabulary = vocabulary
