@@ -40,22 +40,17 @@ class GatewaySettings(LinkSettings, ServingSettings):
     """Settings of one gateway process."""
 
     GROUPS: ClassVar[Mapping[str, str]] = {
-        "http_port": "Listening",
+        "grpc_host": "Listening",
         "drain_s": "Calls and the stop",
         "max_message_fields": "Limits of a request",
         "shard": "Shards and model",
         "trust_tenant_metadata": "Tenants",
         "log_requests": "Log",
         "vllm_metrics": "Metrics",
-        "api_keys_file": "Tenants",
         "unknown_fields": "HTTP",
-        "max_streams": "Limits of a request",
         "predict_lengths": "Estimates",
-        "share_prompts": "Tenants",
-        "max_draft_tokens": "Limits of a request",
         "grace_with_key_s": "Waiting and buffers",
         "heartbeat_s": "Link to the scheduler",
-        "restore_s": "Waiting and buffers",
     }
 
     grpc_host: str = field(
@@ -68,13 +63,13 @@ class GatewaySettings(LinkSettings, ServingSettings):
         minimum=0,
         maximum=65535,
     )
+
     drain_s: float = field(
         30.0,
         help="Time that calls in progress get to finish after the first signal",
         minimum=0.0,
         maximum=86400.0,
     )
-
     max_connection_age_s: float = field(
         300.0,
         help="Age at which clients are asked to connect again, which may lead them to another gateway: over gRPC by "
@@ -89,6 +84,7 @@ class GatewaySettings(LinkSettings, ServingSettings):
         minimum=65536,
         maximum=2**31 - 1,
     )
+
     max_message_fields: int = field(
         65_536,
         help="Fields of one request, including those of nested messages (over HTTP: lists, objects and their "
@@ -97,6 +93,58 @@ class GatewaySettings(LinkSettings, ServingSettings):
         minimum=1024,
         maximum=2**31 - 1,
     )
+    max_streams: int = field(
+        10_000,
+        help="Largest number of calls that have a request open at once; further calls get RESOURCE_EXHAUSTED "
+        "with a time to retry.",
+        minimum=1,
+    )
+    max_http_connections: int = field(
+        10_000,
+        help="Largest number of open connections of the HTTP port; further ones are closed. Each takes a file "
+        "descriptor (ulimit -n)",
+        minimum=1,
+    )
+    max_prompt_characters: int = field(
+        1_000_000,
+        help="Largest number of characters in the text or in all messages together; a longer prompt is refused"
+        " before tokenizing.",
+        minimum=1,
+        unit="characters",
+    )
+    max_messages: int = field(8192, help="Largest number of chat messages in one request.", minimum=1)
+    max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
+    default_max_tokens: int | None = field(
+        None,
+        help="max_tokens of a request that sets none, where the model's generation_config.json has no max_new_tokens"
+        " (less if the context leaves less); none: all that the context leaves",
+        minimum=1,
+        unit="tokens",
+    )
+    max_choices: int = field(
+        16, help="Largest number of outputs of one call: prompts times n.", minimum=1, maximum=1024
+    )
+    max_priority: int = field(
+        100, help="Largest absolute value of a priority that is accepted.", minimum=0, maximum=2**31 - 1
+    )
+    max_draft_tokens: int = field(
+        64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
+    )
+    max_logprobs: int | None = field(
+        20,
+        help="Largest number of log-probability alternatives per token; none: requests for log probabilities "
+        "are refused.",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+    )
+    max_prompt_logprobs: int = field(
+        131_072,
+        help="Largest number of log probabilities of the tokens of prompts in one call: for each output the tokens of its"
+        " prompt, and of each the alternatives.",
+        minimum=1,
+        maximum=MAX_PROMPT_LOGPROBS,
+    )
+    max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
 
     shard: str = field("s0", help="Shard that this gateway submits to; request ids start with it.")
     shards_file: Path | None = field(
@@ -144,22 +192,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "generation_config.json, or none, so that requests that set nothing are sampled from the model's own"
         " distribution",
     )
+
     trust_tenant_metadata: bool = field(
         False,
         help="Take the tenant from the metadata or header laps-sd-tenant of a call, or from "
         "x-llm-d-inference-fairness-id if that is missing; set it only if a proxy in front of the gateway"
         " sets these.",
-    )
-
-    log_requests: bool = field(
-        True,
-        help="Log one line for each request when it ends: its id, tenant, end, counts and times; never its prompt or "
-        "its output",
-    )
-    vllm_metrics: bool = field(
-        False,
-        help="Serve the metrics under vLLM's names too (vllm:num_requests_running …), for programs that read "
-        "those",
     )
     api_keys_file: Path | None = field(
         None,
@@ -171,88 +209,46 @@ class GatewaySettings(LinkSettings, ServingSettings):
         help="Serve calls without a key; auto: only while there is no file of keys and the gateway listens on "
         "loopback",
     )
-
-    unknown_fields: Literal["refuse", "ignore"] = field(
-        "refuse",
-        help="Fields of an HTTP body that have no meaning here: refuse the body, or ignore them, with one line in "
-        "the log for each name",
-    )
-
-    cors_origins: tuple[str, ...] = field(
-        (),
-        help="Origins whose web pages may call the HTTP port (https://app.example; * for all). Empty: none. Cookies "
-        "are never allowed",
-    )
-
-    console: bool = field(
-        True,
-        help="Serve the console at /console of the HTTP port. It shows a caller its own requests, and operators all; "
-        "callers without a key only at a gateway that listens on loopback. See docs/how-to/console.md",
-    )
-
-    max_streams: int = field(
-        10_000,
-        help="Largest number of calls that have a request open at once; further calls get RESOURCE_EXHAUSTED "
-        "with a time to retry.",
-        minimum=1,
-    )
-    max_http_connections: int = field(
-        10_000,
-        help="Largest number of open connections of the HTTP port; further ones are closed. Each takes a file "
-        "descriptor (ulimit -n)",
-        minimum=1,
-    )
-    max_prompt_characters: int = field(
-        1_000_000,
-        help="Largest number of characters in the text or in all messages together; a longer prompt is refused"
-        " before tokenizing.",
-        minimum=1,
-        unit="characters",
-    )
-    max_messages: int = field(8192, help="Largest number of chat messages in one request.", minimum=1)
-    max_output_tokens: int = field(32_768, help="Largest max_tokens that is accepted.", minimum=1)
-    default_max_tokens: int | None = field(
-        None,
-        help="max_tokens of a request that sets none, where the model's generation_config.json has no max_new_tokens"
-        " (less if the context leaves less); none: all that the context leaves",
-        minimum=1,
-        unit="tokens",
-    )
-    max_choices: int = field(
-        16, help="Largest number of outputs of one call: prompts times n.", minimum=1, maximum=1024
-    )
-    max_priority: int = field(
-        100, help="Largest absolute value of a priority that is accepted.", minimum=0, maximum=2**31 - 1
-    )
-    predict_lengths: bool = field(
-        True,
-        help="Send hashed words of each prompt, from which the scheduler predicts the length of the output",
-    )
-    length_key: str = field("", help=LENGTH_KEY_HELP, secret=True)
     share_prompts: bool = field(
         False,
         help="Use what is computed for the prompt of one tenant for the same beginning in the prompts of all"
         " tenants; without it, of the same tenant only. Tenants that share can find out by time what others"
         " send",
     )
-    max_draft_tokens: int = field(
-        64, help="Largest speculation.max_draft_tokens that is accepted.", minimum=0
+
+    log_requests: bool = field(
+        True,
+        help="Log one line for each request when it ends: its id, tenant, end, counts and times; never its prompt or "
+        "its output",
     )
-    max_logprobs: int | None = field(
-        20,
-        help="Largest number of log-probability alternatives per token; none: requests for log probabilities "
-        "are refused.",
-        minimum=0,
-        maximum=MAX_LOGPROBS,
+
+    vllm_metrics: bool = field(
+        False,
+        help="Serve the metrics under vLLM's names too (vllm:num_requests_running …), for programs that read "
+        "those",
     )
-    max_prompt_logprobs: int = field(
-        131_072,
-        help="Largest number of log probabilities of the tokens of prompts in one call: for each output the tokens of its"
-        " prompt, and of each the alternatives.",
-        minimum=1,
-        maximum=MAX_PROMPT_LOGPROBS,
+
+    unknown_fields: Literal["refuse", "ignore"] = field(
+        "refuse",
+        help="Fields of an HTTP body that have no meaning here: refuse the body, or ignore them, with one line in "
+        "the log for each name",
     )
-    max_time_limit_s: float = field(86_400.0, help="Largest time_limit_ms that is accepted.", minimum=0.001)
+    cors_origins: tuple[str, ...] = field(
+        (),
+        help="Origins whose web pages may call the HTTP port (https://app.example; * for all). Empty: none. Cookies "
+        "are never allowed",
+    )
+    console: bool = field(
+        True,
+        help="Serve the console at /console of the HTTP port. It shows a caller its own requests, and operators all; "
+        "callers without a key only at a gateway that listens on loopback. See docs/how-to/console.md",
+    )
+
+    predict_lengths: bool = field(
+        True,
+        help="Send hashed words of each prompt, from which the scheduler predicts the length of the output",
+    )
+    length_key: str = field("", help=LENGTH_KEY_HELP, secret=True)
 
     grace_with_key_s: float = field(
         30.0,
@@ -271,6 +267,12 @@ class GatewaySettings(LinkSettings, ServingSettings):
         "later.",
         minimum=1,
     )
+    restore_s: float = field(
+        10.0,
+        help="How long a stream whose request cannot be found waits until it is restored.",
+        minimum=0,
+    )
+
     heartbeat_s: float = field(
         1.0, help="Interval of heartbeats to the scheduler.", minimum=0.01, maximum=HEARTBEAT_S
     )
@@ -290,11 +292,6 @@ class GatewaySettings(LinkSettings, ServingSettings):
     )
     backoff_max_s: float = field(
         BACK_OFF_LONGEST_S, help="Longest pause between two attempts to dial all seeds.", minimum=0.001
-    )
-    restore_s: float = field(
-        10.0,
-        help="How long a stream whose request cannot be found waits until it is restored.",
-        minimum=0,
     )
 
     @property
