@@ -10,8 +10,8 @@ from gateway.api.inference import InferenceService, identify
 from gateway.api.open_inference import SERVER_METHODS, OpenInferenceService
 from gateway.api.vllm_metrics import VllmMetrics
 from gateway.calls.calls import Calls
+from gateway.fair_turns import OwnTurns
 from gateway.links.shards import Shards
-from gateway.model.fair_turns import OwnTurns
 from gateway.model.files import ModelFiles, ModelFilesError, load_model
 from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants

@@ -10,7 +10,7 @@ from yarl import URL
 
 from gateway.api.http_errors import ANTHROPIC_PATH, response_of_aiohttp
 from gateway.api.openai.body import Json, read_body
-from gateway.model.fair_turns import OwnTurns
+from gateway.fair_turns import OwnTurns
 from gateway.tenants import Tenants
 from laps_sd.errors import InvalidArgument, PermissionDenied
 from laps_sd.service.listening import is_loopback

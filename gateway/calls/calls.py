@@ -33,12 +33,12 @@ from gateway.calls.validation import (
     check_whole_answer,
     choices_of,
 )
+from gateway.fair_turns import FairTurns
 from gateway.links.client_stream import Accepted, deadline_of
 from gateway.links.link import AcceptedStream, ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
 from gateway.model.detokenizer import Detokenizer
-from gateway.model.fair_turns import FairTurns
 from gateway.model.files import ModelFiles
 from gateway.model.reasoning import State
 from gateway.settings import GatewaySettings

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gateway.bounded_json import decode_text, is_flat
 from gateway.calls.tools import template_tools
-from gateway.model.bounded_json import decode_text, is_flat
+from gateway.fair_turns import FairTurns
 from gateway.model.chat_template import TemplateRefused
 from gateway.model.continued import MARK, cut_at_mark
-from gateway.model.fair_turns import FairTurns
 from gateway.model.files import ModelFiles
 from laps_sd.contract.length_features import FeatureHash
 from laps_sd.errors import InvalidArgument

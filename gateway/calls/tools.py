@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from gateway.model.bounded_json import decode_text, is_few, is_flat
+from gateway.bounded_json import decode_text, is_few, is_flat
 from gateway.model.dialect import Dialect
 from gateway.model.files import ModelFiles
 from gateway.model.reasoning import State

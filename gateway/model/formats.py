@@ -24,7 +24,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 
-from gateway.model.fair_turns import FairTurns
+from gateway.fair_turns import FairTurns
 from gateway.model.format_child import CPU_S, MEMORY_BYTES
 from laps_sd.errors import Unavailable
 

@@ -17,7 +17,7 @@ from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.tools import switches
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
-from gateway.model.bounded_json import encode
+from gateway.bounded_json import encode
 from gateway.model.instructions import joined
 from laps_sd.errors import InvalidArgument
 

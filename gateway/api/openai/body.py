@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from gateway.api.openai.limits import MAX_VALUES
 from gateway.api.openai.values import kind_of
-from gateway.model.bounded_json import decode, is_few
+from gateway.bounded_json import decode, is_few
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["Json", "read_body"]

@@ -30,7 +30,7 @@ from gateway.api.openai.limits import (
     UINT64,
 )
 from gateway.api.openai.values import kind_of, shown
-from gateway.model.bounded_json import encode
+from gateway.bounded_json import encode
 
 __all__ = [
     "AtMost",

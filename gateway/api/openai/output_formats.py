@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gateway.api.openai.models import Body
-from gateway.model.bounded_json import encode
+from gateway.bounded_json import encode
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1.inference_pb2 import OutputFormat
 

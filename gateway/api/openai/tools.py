@@ -11,7 +11,7 @@ from gateway.api.openai.base import Model
 from gateway.api.openai.field_errors import NAME, OBJECT, refused
 from gateway.api.openai.field_types import AtMost, Text
 from gateway.api.openai.values import kind_of, shown
-from gateway.model.bounded_json import is_flat
+from gateway.bounded_json import is_flat
 from laps_sd.v1 import inference_pb2
 
 __all__ = ["ChatToolCall", "Tool", "ToolChoice", "ToolFields", "set_tools", "switches", "tool_call_message"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.model.bounded_json import encode
+from gateway.bounded_json import encode
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["check_text", "kind_of", "shown"]

@@ -16,7 +16,7 @@ from gateway.calls.prompts import (
     THREAD_FROM_MESSAGES,
     Prompts,
 )
-from gateway.model.fair_turns import FairTurns
+from gateway.fair_turns import FairTurns
 from laps_sd.errors import ResourceExhausted
 from laps_sd.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest
 from tests.helpers import wait_until_async

@@ -21,7 +21,7 @@ from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, Pars
 from gateway.api.openai.responses.tools import ToolsOfResponse, name_in_chat, read_tools
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields
 from gateway.api.openai.values import check_text, shown
-from gateway.model.bounded_json import encode, is_flat
+from gateway.bounded_json import encode, is_flat
 from laps_sd.errors import InvalidArgument
 
 __all__ = ["ResponsesBody", "read_responses"]
