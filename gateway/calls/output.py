@@ -70,7 +70,7 @@ class Output:
             min_tokens=text.min_tokens,
             included=text.include_stop_str_in_output,
             silent_ids=silent_ids(text, model) - shown_ids,
-            joins=model.pieces.joins,
+            joins=model.token_bytes.joins,
             start_offset=cursor.text_offset if cursor is not None else 0,
         )
         self.tokens = 0  # of the whole output so far

@@ -40,7 +40,7 @@ class ModelFiles:
     vocab_size: int
     eos_ids: frozenset[int]
     silent_ids: frozenset[int]  # special tokens: they have no text
-    pieces: TokenBytes
+    token_bytes: TokenBytes
     markup_ids: frozenset[int] = frozenset()
     """Those of `silent_ids` that are markup of tool calls or reasoning."""
     recommended: SamplingParams = field(default_factory=SamplingParams)
@@ -133,7 +133,7 @@ def load_model(
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         silent_ids=silent_ids,
-        pieces=TokenBytes(tokenizer),
+        token_bytes=TokenBytes(tokenizer),
         markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in markup},
         recommended=_recommended(directory / "generation_config.json", used=recommendations),
         aliases=aliases,

@@ -48,7 +48,7 @@ def readers_of(
                     family,
                     tools,
                     reasoning,
-                    model.pieces,
+                    model.token_bytes,
                     request_id=accepted.request_id,
                     single=is_single(chat, dialect),
                     shows_reasoning=parsed.include_reasoning,
@@ -74,7 +74,7 @@ class MessageReader:
         family: ToolFamily | None,
         tools: Mapping[str, Schema],
         reasoning: ReasoningReader | None,
-        pieces: TokenBytes,
+        token_bytes: TokenBytes,
         *,
         request_id: str,
         single: bool,
@@ -84,7 +84,7 @@ class MessageReader:
         self._family = family
         self._request_id = request_id
         self._reasoning_of = reasoning
-        self._pieces = pieces
+        self._token_bytes = token_bytes
         self._single = single
         self._shows_reasoning = shows_reasoning
         self._content: list[str] = []
@@ -141,7 +141,7 @@ class MessageReader:
         if self._ends is None:
             return
         for token in token_ids:
-            self._ends.append((self._ends[-1] if self._ends else 0) + len(self._pieces.bytes_of(token)))
+            self._ends.append((self._ends[-1] if self._ends else 0) + len(self._token_bytes.bytes_of(token)))
         if reader.state is State.INSIDE:
             self.reasoning_tokens = len(self._ends)
         elif reader.state is State.AFTER:

@@ -72,7 +72,7 @@ class Reply:
         accepted = generation.accepted
         self._parsed = parsed
         self._files = model
-        self._bytes_of = functools.cache(model.pieces.bytes_of)
+        self._bytes_of = functools.cache(model.token_bytes.bytes_of)
         self._chat = parsed.kind == "chat"
         self._has_logprobs = parsed.requests[0].HasField("logprobs")
         self._keeps_tokens = parsed.return_token_ids or bool(parsed.requests[0].sampling.stop_token_ids)
@@ -360,7 +360,7 @@ class Reply:
 
     def _text_decoder(self) -> TokenDecoder:
         files = self._files
-        return TokenDecoder(files.decode, files.silent_ids, joins=files.pieces.joins)
+        return TokenDecoder(files.decode, files.silent_ids, joins=files.token_bytes.joins)
 
     def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
         return {

@@ -364,4 +364,4 @@ NO_TEXT = 319
 
 def token_of(model: ModelFiles, octets: bytes) -> int:
     """Return the token of these bytes."""
-    return next(token for token in range(320) if model.pieces.bytes_of(token) == octets)
+    return next(token for token in range(320) if model.token_bytes.bytes_of(token) == octets)

@@ -27,7 +27,7 @@ def reader_of(model: ModelFiles, family: str | None, state: State | None, *, sin
         None if family is None else FAMILIES[family],
         {"now"},
         None if state is None else ReasoningReader(REASONING["think"], state),
-        model.pieces,
+        model.token_bytes,
         request_id="s0.abc",
         single=single,
         shows_reasoning=True,

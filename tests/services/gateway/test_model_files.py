@@ -231,9 +231,9 @@ class TestPieces:
     def test_of_a_byte_level_tokenizer_make_up_the_text(self, model: ModelFiles) -> None:
         ids = model.encode_rendered(self.TEXT)
 
-        assert b"".join(map(model.pieces.bytes_of, ids)).decode() == self.TEXT
-        assert model.pieces.bytes_of(ids[-1]) == b"er"
-        assert model.pieces.joins
+        assert b"".join(map(model.token_bytes.bytes_of, ids)).decode() == self.TEXT
+        assert model.token_bytes.bytes_of(ids[-1]) == b"er"
+        assert model.token_bytes.joins
 
     @pytest.mark.parametrize("sequence", [True, False])
     def test_of_a_sentence_piece_tokenizer_keep_their_blanks_and_bytes(self, sequence: bool) -> None:
@@ -256,7 +256,7 @@ class TestPieces:
         assert [pieces.bytes_of(token) for token in (1, 99)] == [b"the", b""]
 
     def test_of_added_tokens_are_what_they_are_written_as(self, model: ModelFiles) -> None:
-        assert [model.pieces.bytes_of(token) for token in sorted(model.silent_ids)][:2] == [
+        assert [model.token_bytes.bytes_of(token) for token in sorted(model.silent_ids)][:2] == [
             b"<|begin|>",
             b"<|end|>",
         ]

@@ -165,7 +165,7 @@ class TestVllmsField:
         commit(served.scheduler, request_id, PromptLogprobs(logprobs=[-0.5] * rows, ranks=[2] * rows))
         _, _, answer = await call
         assert answer["prompt_logprobs"] == [None] + [
-            {str(token): entry(-0.5, 2, served.running.model.pieces.bytes_of(token).decode())}
+            {str(token): entry(-0.5, 2, served.running.model.token_bytes.bytes_of(token).decode())}
             for token in prompt[1:]
         ]
         assert "prompt_logprobs" not in answer["choices"][0]
