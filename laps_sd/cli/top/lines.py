@@ -75,35 +75,21 @@ def requests(readings: Iterable[tuple[int, Reading]]) -> list[Row]:
         shard = plain(reading.shard.shard)
         names = {worker.worker_id: _name(worker) for worker in reading.workers.workers}
         for place, entry in enumerate(reading.queue.entries, start=1):
-            level = entry.level if entry.HasField("level") else None
-            state, worker = request_state(entry.state), entry.worker_id
-            values = (
-                place,
+            row = _row(
+                (at, entry.request_id),
+                (place, str(place)),
                 plain(entry.request_id),
                 shard,
                 plain(entry.tenant),
-                state,
-                -1 if level is None else level,
-                entry.waiting_s,
-                entry.attained_s,
-                entry.emitted_tokens,
-                names.get(worker) or plain(worker),
+                request_state(entry.state),
+                (entry.level, str(entry.level)) if entry.HasField("level") else (-1, ""),
+                (entry.waiting_s, f"{entry.waiting_s:.1f}"),
+                (entry.attained_s, f"{entry.attained_s:.2f}"),
+                (entry.emitted_tokens, str(entry.emitted_tokens)),
+                names.get(entry.worker_id) or plain(entry.worker_id),
                 plain(entry.ordered_by),
             )
-            cells = (
-                str(place),
-                values[1],
-                shard,
-                values[3],
-                state,
-                "" if level is None else str(level),
-                f"{entry.waiting_s:.1f}",
-                f"{entry.attained_s:.2f}",
-                str(entry.emitted_tokens),
-                values[9],
-                values[10],
-            )
-            rows.append(Row((at, entry.request_id), cells, values))
+            rows.append(row)
     rows.sort(key=lambda row: (row.values[0], row.key))
     return rows
 
@@ -114,31 +100,28 @@ def workers(readings: Iterable[tuple[int, Reading]]) -> list[Row]:
     for at, reading in readings:
         shard = plain(reading.shard.shard)
         for worker in reading.workers.workers:
-            state = worker_state(worker)
             waiting = max(0, worker.listed - worker.running)
-            cells = (
+            row = _row(
+                (at, worker.worker_id),
                 _name(worker),
                 shard,
                 plain(worker.device),
-                state,
-                f"{worker.running}/{worker.slots}",
-                str(waiting),
-                f"{worker.free_target_blocks}/{worker.target_blocks}",
-                f"{worker.acceptance:.0%}",
-                f"{worker.tokens_per_s:.1f}",
-                str(worker.rounds),
+                worker_state(worker),
+                (worker.running, f"{worker.running}/{worker.slots}"),
+                (waiting, str(waiting)),
+                (worker.free_target_blocks, f"{worker.free_target_blocks}/{worker.target_blocks}"),
+                (worker.acceptance, f"{worker.acceptance:.0%}"),
+                (worker.tokens_per_s, f"{worker.tokens_per_s:.1f}"),
+                (worker.rounds, str(worker.rounds)),
             )
-            values = (
-                *cells[:4],
-                worker.running,
-                waiting,
-                worker.free_target_blocks,
-                worker.acceptance,
-                worker.tokens_per_s,
-                worker.rounds,
-            )
-            rows.append(Row((at, worker.worker_id), cells, values))
+            rows.append(row)
     return rows
+
+
+def _row(key: Key, *columns: str | tuple[float, str]) -> Row:
+    """Return a row. Each column is its text, or a number to sort by and its text."""
+    pairs = [(column, column) if isinstance(column, str) else column for column in columns]
+    return Row(key, tuple(cell for _, cell in pairs), tuple(value for value, _ in pairs))
 
 
 def _name(worker: admin_pb2.WorkerStatus) -> str:
