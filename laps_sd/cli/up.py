@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import shutil
 import signal
 import sys
 import time
@@ -15,16 +13,16 @@ from typing import Annotated, Literal, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from laps_sd.cli import generate, operate
 from laps_sd.cli.failures import with_next_step
+from laps_sd.cli.up_output import line_printer, print_logs, print_plain, print_usage, progress_reporter
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import PREFIX, unknown_sentences
 from laps_sd.service.cores import usable_cores
 from laps_sd.service.log import Outlet
 from laps_sd.service.model_dir import served_name
-from laps_sd.stack.local import LocalStack, Progress
+from laps_sd.stack.local import LocalStack
 from laps_sd.stack.log_watch import LogWatch
 from laps_sd.stack.options import StackOptions, check_models, with_local_models
 from laps_sd.stack.ports import Ports
@@ -38,9 +36,6 @@ DEMO_MODEL = "laps-sd-demo"
 """Name of the shipped pair."""
 DEMO_SEED = 8
 LOOK_EVERY_S = 0.5
-ORDER = ("gateway", "scheduler", "worker", "valkey")
-"""Order of the components in the list: what a client needs comes first."""
-
 
 MODELS, SYSTEM, ADDRESSES, TERMINAL = "Models", "System", "Addresses and data", "Terminal"
 """Titles of the groups of options in --help."""
@@ -275,7 +270,7 @@ def up(
     # The system outlives its terminal: an SSH connection that broke, a pipe whose reader has left.
     console = Console(file=cast(TextIO, Outlet(sys.stderr)), highlight=False)
     for sentence in unknown_sentences():
-        console.print(f"laps-sd: {sentence}", soft_wrap=True)
+        print_plain(console, f"laps-sd: {sentence}")
     if named is not None:
         given = context.get_parameter_source("target")
         if given is not None and given.name == "COMMANDLINE":
@@ -283,7 +278,7 @@ def up(
         target = named
     threads, warning = threads_of_each(threads, engine, workers * shards)
     if warning:
-        console.print(f"laps-sd: {warning}", soft_wrap=True)
+        print_plain(console, f"laps-sd: {warning}")
     options = StackOptions(
         workers=workers,
         shards=shards,
@@ -320,8 +315,8 @@ def up(
 def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool) -> None:
     """Start the system, show the demo, and supervise the processes until Ctrl-C; then stop them."""
     _on_interrupts(_interrupt)
-    status, report = console.status("starting"), _line_printer(console)
-    stack = LocalStack(options, ports=ports, progress=_reporter(console, status))
+    status, report = console.status("starting"), line_printer(console)
+    stack = LocalStack(options, ports=ports, progress=progress_reporter(console, status))
     watch = LogWatch(stack, report=report).start()
     started = False
     try:
@@ -338,7 +333,7 @@ def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool)
             # Without the key that the gateway needs, the demo would be refused.
             if demo and options.workers and (api_key or f"{PREFIX}API_KEYS_FILE" not in os.environ):
                 _show_demo(console, stack, api_key)
-            _print_usage(console, stack, alone=alone)
+            print_usage(console, stack, alone=alone)
             while supervisor.failure is None:
                 time.sleep(LOOK_EVERY_S)
             raise supervisor.failure
@@ -350,7 +345,7 @@ def _serve(console: Console, options: StackOptions, ports: Ports, *, demo: bool)
         _on_interrupts(signal.SIG_IGN)  # none may interrupt the stop, which is bounded anyway
         watch.stop()  # that peers leave is what a stop looks like
         stack.stop()
-        _print_logs(console, stack)
+        print_logs(console, stack)
 
 
 def _on_interrupts(handler: Callable[[int, object], object] | signal.Handlers) -> None:
@@ -405,51 +400,13 @@ def _published(console: Console, stack: LocalStack) -> Iterator[bool]:
             )
             stack_of_files.enter_context(published(one))
         except OSError as error:  # also a current directory that is gone
-            console.print(
+            print_plain(
+                console,
                 f"laps-sd: other commands need the addresses below, because they cannot be published: {error}",
-                markup=False,
-                soft_wrap=True,
             )
             yield False
         else:
             yield len(running()) == 1
-
-
-def own_command() -> str:
-    """Return how the user can call this program from the current directory."""
-    script = Path(sys.executable).parent / "laps-sd"
-    found = shutil.which("laps-sd")
-    if found is not None and Path(found).parent.resolve() == script.parent.resolve():
-        return "laps-sd"
-    program = script if script.is_file() else Path(sys.executable)
-    with contextlib.suppress(ValueError, OSError):
-        program = program.relative_to(Path.cwd())
-    # A name without a slash would be looked for in PATH.
-    text = str(program) if program.is_absolute() or len(program.parts) > 1 else f"./{program}"
-    return shlex.quote(text) + ("" if script.is_file() else " -m laps_sd")
-
-
-def _reporter(console: Console, status: Status) -> Progress:
-    waiting: list[str] = []
-
-    def report(name: str, state: str, seconds: float) -> None:
-        if state == "starting":
-            waiting.append(name)
-        elif state == "ready":
-            waiting.remove(name)
-            console.print(f"  [green]ready[/green]  {name:<12} {seconds:5.1f} s")
-        status.update("waiting for " + ", ".join(waiting) if waiting else "ready")
-
-    return report
-
-
-def _line_printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a line after the time of day."""
-
-    def print_line(sentence: str) -> None:
-        console.print(f"{time.strftime('%H:%M:%S')}  {sentence}", markup=False, soft_wrap=True)
-
-    return print_line
 
 
 def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None:
@@ -465,64 +422,4 @@ def _show_demo(console: Console, stack: LocalStack, api_key: str | None) -> None
         )
     except (LapsSdError, OSError) as error:  # the system serves on without its demo
         problem = str(error) if isinstance(error, OSError) else with_next_step(error)
-        console.print(f"laps-sd: {problem}", markup=False, soft_wrap=True)
-
-
-def _endpoints(stack: LocalStack, name: str) -> str:
-    """Return the addresses and the role of a component."""
-    kind = name.split("-")[0]
-    if kind == "valkey":
-        return stack.redis_url
-    parts = []
-    if kind in ("gateway", "scheduler"):
-        parts.append(f"gRPC {stack.address(name)}")
-    if kind == "gateway":
-        parts.append(f"HTTP (OpenAI) {stack.http_url_of(name)}")
-    parts.append(f"metrics {stack.metrics_url(name)}")
-    if kind == "scheduler" and stack.options.schedulers > 1:
-        parts.append("leads" if stack.leads(name) else "stands by")
-    if kind in ("scheduler", "worker") and stack.options.shards > 1:
-        parts.append(f"shard {stack.shard_of(name)}")
-    return ", ".join(parts)
-
-
-def _print_usage(console: Console, stack: LocalStack, *, alone: bool) -> None:
-    """Print where the system listens and what to try; `alone`: the commands find it without its addresses."""
-    console.print("\nListening:")
-    for name in sorted(stack.children, key=lambda name: ORDER.index(name.split("-")[0])):
-        console.print(
-            f"  {name:<12} process {stack.children[name].pid:<7}  {_endpoints(stack, name)}",
-            markup=False,
-            soft_wrap=True,
-        )
-    gateway = stack.gateway_address
-    elsewhere = "" if alone else f" --url {gateway}"
-    command = own_command()
-    console.print("A process that is killed is started again on the same ports: try kill -9 NUMBER.")
-    console.print("Try in another terminal:")
-    console.print(
-        f'  {command} generate "What is the capital of France?"{elsewhere}', markup=False, soft_wrap=True
-    )
-    console.print(
-        f'  grpcurl -plaintext -d \'{{"text": "Once"}}\' {gateway} laps_sd.v1.Inference/GenerateStream',
-        markup=False,
-        soft_wrap=True,
-    )
-    body = f'{{"model": "{stack.options.model}", "prompt": "Once", "stream": true}}'
-    console.print(
-        f"  curl -N {stack.http_url}/completions -H 'Content-Type: application/json' -d '{body}'",
-        markup=False,
-        soft_wrap=True,
-    )
-    console.print(f"  {command} explain REQUEST_ID{elsewhere}", markup=False, soft_wrap=True)
-    seeds = ",".join(stack.address(name) for name in stack.of_shard(stack.options.shard, "scheduler"))
-    of_which = "" if alone else f" --scheduler {seeds}"
-    console.print(f"  {command} workers{of_which}", markup=False, soft_wrap=True)
-    _print_logs(console, stack)
-    console.print("Ctrl-C stops everything.")
-
-
-def _print_logs(console: Console, stack: LocalStack) -> None:
-    """Print the folder of the logs if they are kept and anything was started."""
-    if stack.options.keep_logs and stack.dir != Path():
-        console.print(f"Logs: {stack.dir}", markup=False, soft_wrap=True)
+        print_plain(console, f"laps-sd: {problem}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from laps_sd.cli import dial
-from laps_sd.cli.up import own_command
+from laps_sd.cli.up_output import own_command
 from laps_sd.errors import StartupError
 from laps_sd.stack.running import Running, directory, published, running
 
