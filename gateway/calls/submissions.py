@@ -9,8 +9,8 @@ from copy import deepcopy
 
 from gateway.calls.bad_words import BadWords
 from gateway.calls.completion import complete
+from gateway.calls.output_format import output_format_of
 from gateway.calls.prompts import Prompts
-from gateway.calls.tools import output_format_of
 from gateway.calls.validation import check_prompt_logprobs, choices_of
 from gateway.model.files import ModelFiles
 from gateway.model.formats import FormatJudge

@@ -1,11 +1,10 @@
-"""The tools of a chat: their checks, and the output format of an answer that must or may call them. Pure.
+"""The tools of a chat: their checks, and the forms in which chat templates and readers of calls take them. Pure.
 
 Names of fields are paths from the request, as in `gateway.calls.validation`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -13,9 +12,6 @@ from typing import Any, TypeAlias
 from gateway.bounded_json import decode_text, is_few, is_flat
 from gateway.model.dialect import Dialect
 from gateway.model.files import ModelFiles
-from gateway.model.reasoning import State
-from gateway.model.tool_calls.constraint import TooLong, Wanted, grammar
-from gateway.model.tool_calls.parameters import Schema, Unwritable
 from gateway.settings import GatewaySettings
 from laps_sd.contract.limits import MAX_FORMAT_CHARACTERS
 from laps_sd.errors import InvalidArgument
@@ -29,7 +25,6 @@ __all__ = [
     "check_tools",
     "is_single",
     "offered_tools",
-    "output_format_of",
     "schemas_of",
     "template_tools",
 ]
@@ -59,7 +54,7 @@ def offered_tools(chat: Chat) -> Sequence[inference_pb2.Tool]:
     return () if chat.tool_choice.mode == Mode.MODE_NONE else chat.tools
 
 
-def schemas_of(chat: Chat) -> dict[str, Schema]:
+def schemas_of(chat: Chat) -> dict[str, dict[str, Any]]:
     """Return the names of the offered tools, each with the schema of its arguments."""
     return {tool.name: _parameters(tool) for tool in offered_tools(chat)}
 
@@ -220,71 +215,3 @@ def template_tools(chat: Chat) -> list[dict[str, Any]]:
 
 def _parameters(tool: inference_pb2.Tool) -> dict[str, Any]:
     return _object("messages.tools", tool.parameters) if tool.parameters else NO_PARAMETERS
-
-
-def output_format_of(
-    request: inference_pb2.GenerateRequest, model: ModelFiles, state: State | None, *, judged: bool = False
-) -> inference_pb2.OutputFormat | None:
-    """Return the output format that the tools and the reasoning of a checked request make: required calls, or its
-    own format after reasoning or as an alternative to calls. None: its own format is enough. Raises
-    InvalidArgument for tools that are too long for a format, or that the model's form of calls cannot have.
-
-    `state`: where the output begins, if its reasoning will be read. `judged`: in a form that needs no
-    tokenizer, for the check whether it can be used.
-    """
-    dialect = model.dialect
-    wanted = _wanted(
-        request,
-        single=is_single(request.messages, dialect),
-        reasons=state is not None and state is not State.AFTER,
-    )
-    if wanted is None:
-        return None
-    reasoning = None if dialect.reasoning is None or state is None else (dialect.reasoning, state)
-
-    def special(text: str) -> int | None:
-        token = model.tokenizer.token_to_id(text)
-        return None if token not in model.silent_ids else 0 if judged else token
-
-    try:
-        text = grammar(wanted, dialect.tools, reasoning, special)
-    except Unwritable as error:
-        raise InvalidArgument("messages.tools", f"cannot be used: {error}") from None
-    except TooLong:
-        field = "messages.tools" if wanted.tools else "output_format.json_schema"
-        raise InvalidArgument(
-            field, f"must be at most {MAX_FORMAT_CHARACTERS} characters as one format"
-        ) from None
-    return inference_pb2.OutputFormat(grammar=text)
-
-
-def _wanted(request: inference_pb2.GenerateRequest, *, single: bool, reasons: bool) -> Wanted | None:
-    """Return the outputs that need a grammar of our own; None if the request's own format is enough."""
-    choice, tools = request.messages.tool_choice, offered_tools(request.messages)
-    answer = None
-    if tools and choice.mode == Mode.MODE_REQUIRED:
-        tools = [tool for tool in tools if choice.name in ("", tool.name)]
-    else:
-        answer = _answer_schema(request.output_format) if tools or reasons else None
-        if answer is None:
-            return None
-    return Wanted(
-        [(tool.name, _parameters(tool)) for tool in tools],
-        single=single or bool(choice.name),
-        answer=answer,
-    )
-
-
-def _answer_schema(wanted: inference_pb2.OutputFormat) -> dict[str, Any] | None:
-    """Return the schema of an output format of JSON; None for any other."""
-    match wanted.WhichOneof("format"):
-        case "json_object":
-            return {"type": "object"}
-        case "json_schema":
-            try:
-                schema = json.loads(wanted.json_schema)
-            except (ValueError, RecursionError):
-                return None  # refused when it is judged
-            return {} if schema is True else schema if isinstance(schema, dict) else None
-        case _:
-            return None
