@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass, field
 
@@ -10,12 +9,12 @@ from gateway.api.ends import OPENAI, openai_reason
 from gateway.api.openai.body import Json
 from gateway.api.openai.echo import echo_of
 from gateway.api.openai.errors import error_json
+from gateway.api.openai.logprobs import OutputLogprobs, TokenNames
 from gateway.api.openai.message import MessageReader, readers_of
-from gateway.api.openai.prompt_logprobs import beginning_of_logprobs, vllm_json
+from gateway.api.openai.prompt_logprobs import vllm_json
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
-from gateway.model.detokenizer import TokenDecoder
 from gateway.model.files import ModelFiles
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
@@ -34,11 +33,8 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 @dataclass(slots=True)
 class _Choice:
     texts: list[str] = field(default_factory=list)
-    logprobs: list[tuple[int, inference_pb2.TokenLogprobs]] = field(default_factory=list)
-    """Tokens whose log probabilities have not been sent."""
-    text: TokenDecoder | None = None
-    characters: int = 0
-    """Characters of the text of the tokens whose log probabilities have been sent."""
+    logprobs: OutputLogprobs | None = None
+    """None: they are not wanted."""
     end: inference_pb2.Ended | None = None
     reason: str = ""
     """OpenAI's reason of the end."""
@@ -71,8 +67,7 @@ class Reply:
     ) -> None:
         accepted = generation.accepted
         self._parsed = parsed
-        self._files = model
-        self._bytes_of = functools.cache(model.token_bytes.bytes_of)
+        self._names = TokenNames(model, as_ids=parsed.tokens_as_ids)
         self._chat = parsed.kind == "chat"
         self._has_logprobs = parsed.requests[0].HasField("logprobs")
         self._keeps_tokens = parsed.return_token_ids or bool(parsed.requests[0].sampling.stop_token_ids)
@@ -83,7 +78,14 @@ class Reply:
         readers = readers_of(parsed, generation, model)
         # Both begin with the prompt, and come together.
         begins_with_prompt = parsed.echo and not self._chat and self._has_logprobs
-        self._choices = [_Choice(reader=reader, begins_with_prompt=begins_with_prompt) for reader in readers]
+        self._choices = [
+            _Choice(
+                reader=reader,
+                begins_with_prompt=begins_with_prompt,
+                logprobs=OutputLogprobs(self._names, model) if self._has_logprobs else None,
+            )
+            for reader in readers
+        ]
         self._prompts = generation.prompts
         self._echoes = [""] * len(accepted)
         if parsed.echo:
@@ -111,8 +113,8 @@ class Reply:
         if self._parsed.echo_only:
             return
         self._completion_tokens += len(piece.token_ids)
-        if piece.logprobs:
-            kept.logprobs.extend(zip(piece.token_ids, piece.logprobs, strict=False))
+        if kept.logprobs is not None:
+            kept.logprobs.add(piece.token_ids, piece.logprobs)
         if self._keeps_tokens and piece.token_ids:
             kept.last_token = piece.token_ids[-1]
             if self._parsed.return_token_ids:
@@ -298,91 +300,30 @@ class Reply:
         most, found = self._parsed.prompt_logprobs, self._choices[index].of_prompt
         if most is None:
             return self._prompt_ids(index)
-        entries = None if found is None else vllm_json(found, self._prompts[index], most, self._decoded)
+        entries = None if found is None else vllm_json(found, self._prompts[index], most, self._names.decoded)
         return self._prompt_ids(index) | {"prompt_logprobs": entries}
 
     def _logprobs(self, index: int) -> Json | None:
-        """Return the log probabilities that have not been sent; None if there are none. Unknown ones are
-        null, as OpenAI writes the first token's."""
-        if not self._has_logprobs:
-            return None
+        """Return the log probabilities that have not been sent; None if there are none."""
         choice = self._choices[index]
-        unsent, choice.logprobs = choice.logprobs, []
+        if choice.logprobs is None:
+            return None
         if self._chat:
-            return {
-                "content": [
-                    {
-                        **self._token(token, one.logprob, known=not one.unknown),
-                        "top_logprobs": [self._token(each.token_id, each.logprob) for each in one.top],
-                    }
-                    for token, one in unsent
-                ]
-            }
-        before = self._logprobs_of_prompt(index)
-        if choice.text is None:
-            choice.text = self._text_decoder()
-        offsets = []
-        for token, _ in unsent:
-            offsets.append(choice.characters)
-            choice.characters += len(choice.text.feed([token]))
-        of_output: Json = {
-            "tokens": [self._name(token, "bytes:") for token, _ in unsent],
-            "token_logprobs": [None if one.unknown else one.logprob for _, one in unsent],
-            "top_logprobs": [self._top_logprobs(token, one) for token, one in unsent],
-            "text_offset": offsets,
-        }
+            return choice.logprobs.in_chat()
+        before = self._logprobs_of_prompt(index, choice.logprobs)
+        of_output = choice.logprobs.in_completion()
         return {name: before[name] + values for name, values in of_output.items()} if before else of_output
 
-    def _top_logprobs(self, token: int, one: inference_pb2.TokenLogprobs) -> Json:
-        """Return the most probable tokens by name, and the chosen one where it is none of them."""
-        found: Json = {self._name(each.token_id, "bytes:"): each.logprob for each in one.top}
-        if not one.unknown:
-            found.setdefault(self._name(token, "bytes:"), one.logprob)
-        return found
-
-    def _logprobs_of_prompt(self, index: int) -> Json:
+    def _logprobs_of_prompt(self, index: int, logprobs: OutputLogprobs) -> Json:
         """Return the log probabilities of the prompt, once, if those of a choice begin with them."""
         choice = self._choices[index]
         if not choice.begins_with_prompt:
             return {}
-        choice.begins_with_prompt, choice.characters = False, len(self._echoes[index])
-        prompt = self._prompts[index]
+        choice.begins_with_prompt = False
         if choice.of_prompt is None:
             return {}  # it ended before its first token
-        text, offsets = self._text_decoder(), [0]
-        for token in prompt:
-            offsets.append(min(offsets[-1] + len(text.feed([token])), choice.characters))
         most = self._parsed.requests[0].logprobs
-        found = beginning_of_logprobs(
-            choice.of_prompt, prompt, most, lambda token: self._name(token, "bytes:")
-        )
-        return found | {"text_offset": offsets[:-1]}
-
-    def _text_decoder(self) -> TokenDecoder:
-        files = self._files
-        return TokenDecoder(files.decode, files.silent_ids, joins=files.token_bytes.joins)
-
-    def _token(self, token: int, logprob: float, *, known: bool = True) -> Json:
-        return {
-            "token": self._name(token),
-            "logprob": logprob if known else None,
-            "bytes": list(self._bytes_of(token)),
-        }
-
-    def _name(self, token: int, before: str = "") -> str:
-        """Return a token's text. Part of a character is written as its bytes, as OpenAI does: `\\xe2\\x82`,
-        in completions after `bytes:`."""
-        if self._parsed.tokens_as_ids:
-            return f"token_id:{token}"
-        octets = self._bytes_of(token)
-        try:
-            return octets.decode()
-        except UnicodeDecodeError:
-            return before + "".join(f"\\x{octet:02x}" for octet in octets)
-
-    def _decoded(self, token: int) -> str:
-        """Return a token's text, with replacement characters for part of a character, as vLLM does."""
-        return self._bytes_of(token).decode(errors="replace")
+        return logprobs.of_prompt(choice.of_prompt, self._prompts[index], self._echoes[index], most)
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
