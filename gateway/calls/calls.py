@@ -34,7 +34,7 @@ from gateway.calls.validation import (
     choices_of,
 )
 from gateway.fair_turns import FairTurns
-from gateway.links.client_stream import Accepted, deadline_of
+from gateway.links.client_stream import deadline_of
 from gateway.links.link import AcceptedStream, ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
@@ -283,50 +283,18 @@ class Calls:
         accepted = [accepted_event(stream.acceptance, self.model) for stream in streams]
         if span is not None:
             span.accepted(accepted)
-        attachments = [
-            Attachment(
-                stream,
-                Output(stream.acceptance, self.model, cursor, shown_ids=shown_ids),
-                self._measured(stack, stream.acceptance, caller, began=began, cursor=cursor),
-                span if span is not None and span.records else None,
-            )
-            for stream in streams
-        ]
+        recorded = span if span is not None and span.records else None
+        label = self._tenants.label(caller.tenant)
+        attachments = []
+        for stream in streams:
+            output = Output(stream.acceptance, self.model, cursor, shown_ids=shown_ids)
+            measured = StreamMetrics(stream.acceptance, cursor, tenant=label, began=began)
+            if self.settings.log_requests:  # called after `measured` has the end
+                stack.callback(log_end, measured, tenant=caller.tenant)
+            stack.enter_context(measured)
+            attachments.append(Attachment(stream, output, measured, recorded))
         stack.callback(lambda: self._refused.closed(_now() - began))
         return Generation(accepted, attachments, states)
-
-    def _measured(
-        self,
-        stack: ExitStack,
-        acceptance: Accepted,
-        caller: Caller,
-        *,
-        began: float,
-        cursor: inference_pb2.Cursor | None,
-    ) -> StreamMetrics:
-        """Count an accepted request; return the metrics of its stream, which end with the stack."""
-        tenant = self._tenants.label(caller.tenant)
-        if not acceptance.attached:
-            metrics.PROMPT_TOKENS.observe(acceptance.prompt_tokens)
-            metrics.TENANT_REQUESTS.labels(tenant).inc()
-            metrics.TENANT_PROMPT_TOKENS.labels(tenant).inc(acceptance.prompt_tokens)
-        measured = StreamMetrics(
-            began,
-            tenant,
-            start=0 if cursor is None else cursor.next_token,
-            fresh=cursor is None,
-            new=not acceptance.attached,
-        )
-        if self.settings.log_requests:  # called after `measured` has the end
-            stack.callback(
-                log_end,
-                acceptance,
-                measured,
-                tenant=caller.tenant,
-                began=began,
-                resumed=cursor is not None,
-            )
-        return stack.enter_context(measured)
 
     async def _place_all(
         self, stack: ExitStack, submissions: Sequence[link_pb2.Submit], caller: Caller

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from gateway.calls.stream_metrics import StreamMetrics
-from gateway.links.client_stream import Accepted
 from laps_sd.service.log import REQUEST_ENDED, get_logger
 
 __all__ = ["log_end"]
@@ -13,14 +10,13 @@ __all__ = ["log_end"]
 log = get_logger(__name__)
 
 
-def log_end(
-    acceptance: Accepted, metrics: StreamMetrics, *, tenant: str, began: float, resumed: bool
-) -> None:
+def log_end(metrics: StreamMetrics, *, tenant: str) -> None:
     """Log the end of one attachment to a request: usually the request's own end.
 
-    `began`: when the call began, in the loop's time. `resumed`: the call attached to a request that existed before;
-    its times are its own, and its tokens include those that were repeated.
+    The times of a call that attached to an earlier request are its own, and its tokens include those that were
+    repeated.
     """
+    acceptance = metrics.acceptance
     fields: dict[str, object] = {
         "request_id": acceptance.request_id,
         "tenant": tenant,
@@ -33,9 +29,9 @@ def log_end(
         fields["queued_s"] = round(ended.timing.queued_s, 3)
     if metrics.first_token_s is not None:
         fields["first_token_s"] = round(metrics.first_token_s, 3)
-    fields["total_s"] = round(asyncio.get_running_loop().time() - began, 3)
+    fields["total_s"] = round(metrics.total_s, 3)
     if ended is not None:
         fields["preemptions"] = ended.timing.preemptions
-    if resumed or acceptance.attached:
+    if metrics.resumed or acceptance.attached:
         fields["resumed"] = True
     log.info(REQUEST_ENDED, **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway import metrics
+from gateway.links.client_stream import Accepted
 from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2
@@ -21,28 +22,41 @@ class StreamMetrics:
     """A context in which one attachment is counted: time to the first token, time per token, reason of the
     end."""
 
-    def __init__(self, began: float, tenant: str, *, start: int, fresh: bool, new: bool) -> None:
-        """`start`: position of the first token that the client does not have."""
+    def __init__(
+        self, acceptance: Accepted, cursor: inference_pb2.Cursor | None, *, tenant: str, began: float
+    ) -> None:
+        """`cursor`: where the client resumes the request; None: it reads from the start. `tenant`: the label of the
+        tenant. `began`: when the call began, in the loop's time."""
+        self.acceptance = acceptance
+        self.resumed = cursor is not None
+        """The call attached to a request that it named: its tokens come again, and its times do not measure the model."""
         self.end = ""
         self.ended_message: inference_pb2.Ended | None = None
         """The end of the output; None if the stream ended before it."""
         self.count = 0
-        """Output tokens that arrived, those before `start` among them."""
+        """Output tokens that arrived, those that the client has already among them."""
         self._tenant = tenant
-        self._start = start
-        self._new = new  # this attachment has made the request
         self._began = began
-        self._fresh = fresh  # a resumed stream replays tokens: its times do not measure the model
+        self._known_tokens = 0 if cursor is None else cursor.next_token
         self._first: float | None = None
         self._last = 0.0
 
     def __enter__(self) -> StreamMetrics:
+        if not self.acceptance.attached:
+            metrics.PROMPT_TOKENS.observe(self.acceptance.prompt_tokens)
+            metrics.TENANT_REQUESTS.labels(self._tenant).inc()
+            metrics.TENANT_PROMPT_TOKENS.labels(self._tenant).inc(self.acceptance.prompt_tokens)
         return self
 
     @property
     def first_token_s(self) -> float | None:
         """Time from the call to its first token, in seconds; None without a token."""
         return None if self._first is None else self._first - self._began
+
+    @property
+    def total_s(self) -> float:
+        """Time since the call began, in seconds."""
+        return asyncio.get_running_loop().time() - self._began
 
     def tokens(self, count: int, now: float) -> None:
         """Count `count` tokens that arrived now, in the loop's time."""
@@ -52,16 +66,16 @@ class StreamMetrics:
         self.count += count
         if self._first is None:
             self._first = self._last
-            if self._fresh:
+            if not self.resumed:
                 metrics.FIRST_TOKEN.observe(self._first - self._began)
 
     def ended(self, ended: inference_pb2.Ended) -> None:
         """Record the end of the output."""
         self.end = reason_text(ended.finish_reason)
         self.ended_message = ended
-        if not (self._fresh and self._new):  # the attachment that made the request counts it
+        if self.resumed or self.acceptance.attached:  # the attachment that made the request counts it
             return
-        took_s = _now() - self._began
+        took_s = self.total_s
         metrics.REQUEST.observe(took_s)
         metrics.REQUEST_OUTPUT.observe(ended.usage.completion_tokens)
         # One absurd wait from a scheduler would be in the sum for as long as this process lives. In this order
@@ -87,12 +101,8 @@ class StreamMetrics:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.failed(error)
         metrics.REQUESTS.labels(self.end).inc()
-        passed = max(0, self.count - self._start)
+        passed = max(0, self.count - self._known_tokens)
         metrics.OUTPUT_TOKENS.inc(passed)
         metrics.TENANT_OUTPUT_TOKENS.labels(self._tenant).inc(passed)
-        if self._fresh and self._first is not None and self.count > 1:
+        if not self.resumed and self._first is not None and self.count > 1:
             metrics.TOKEN_TIME.observe((self._last - self._first) / (self.count - 1))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
