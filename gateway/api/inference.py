@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from gateway.calls.calls import Caller, Calls
+from gateway.calls.calls import Caller, Calls, deadline_after
 from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
-from gateway.links.client_stream import deadline_of
 from gateway.settings import STALLED_S
 from gateway.tenants import Tenants
 from laps_sd.errors import Unavailable
@@ -119,7 +118,7 @@ def caller_of(context: Context, tenants: Tenants) -> Caller:
     metadata = _metadata(context)
     return Caller(
         tenant=tenants.of(metadata),
-        deadline=deadline_of(context.time_remaining(), asyncio.get_running_loop().time()),
+        deadline=deadline_after(context.time_remaining(), asyncio.get_running_loop().time()),
         traceparent=valid_traceparent(dict(metadata).get("traceparent", "")),
     )
 

@@ -14,6 +14,7 @@ No other module submits requests. A limit or a rule that is checked here holds f
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -34,7 +35,6 @@ from gateway.calls.validation import (
     choices_of,
 )
 from gateway.fair_turns import FairTurns
-from gateway.links.client_stream import deadline_of
 from gateway.links.link import AcceptedStream, ShardLink
 from gateway.links.request_ids import check_request_id
 from gateway.links.shards import Shards
@@ -45,13 +45,14 @@ from gateway.settings import GatewaySettings
 from gateway.tenants import Tenants
 from gateway.tracing import CallSpan, call_span
 from laps_sd.contract.length_features import FeatureHash
+from laps_sd.contract.limits import TEN_YEARS_S
 from laps_sd.errors import DeadlineExceeded, InvalidArgument, LapsSdError, ResourceExhausted
 from laps_sd.service.retry_times import StreamRetryTimes
 from laps_sd.service.tracing import Tracing
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
 
-__all__ = ["Caller", "Calls"]
+__all__ = ["Caller", "Calls", "deadline_after"]
 
 THREAD_FROM_TOKENS = 1024
 """Tokens from which work on them is done in a thread: in the text of a whole output, bytes that are no text take 10 to 20 µs
@@ -141,7 +142,7 @@ class Calls:
             with self.refusals(caller):
                 count = self._check(requests, caller)
                 stack.enter_context(self._room(count))
-                by_field = _deadline_of(requests, unix_ms=time.time() * 1000, now=began)
+                by_field = _earliest_deadline(requests, unix_ms=time.time() * 1000, now=began)
                 caller = _no_later_than(by_field, caller)
                 stack.enter_context(self._tenants.admitted(caller.tenant, count, new=True))
                 async with _until(by_field):
@@ -350,7 +351,15 @@ class Calls:
         return self._shards.link_of(request_id)
 
 
-def _deadline_of(
+def deadline_after(remaining_s: float | None, now: float) -> float | None:
+    """Return a call's deadline in the loop's time. gRPC gives None, or an endless time, when there
+    is none."""
+    if remaining_s is None or not math.isfinite(remaining_s) or remaining_s > TEN_YEARS_S:
+        return None
+    return now + remaining_s
+
+
+def _earliest_deadline(
     requests: Sequence[inference_pb2.GenerateRequest], *, unix_ms: float, now: float
 ) -> float | None:
     """Return the earliest `deadline_unix_ms`, on the clock of `now`. Raises DeadlineExceeded if it has
@@ -361,7 +370,7 @@ def _deadline_of(
     left_s = (min(given) - unix_ms) / 1000
     if left_s <= 0:
         raise DeadlineExceeded(f"deadline_unix_ms passed {-left_s:.3f} s ago, by the gateway's clock")
-    return deadline_of(left_s, now)
+    return deadline_after(left_s, now)
 
 
 def _no_later_than(deadline: float | None, caller: Caller) -> Caller:

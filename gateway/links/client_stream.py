@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.links.stream_state import StreamAction, StreamEvent, StreamState, step
-from laps_sd.contract.limits import TEN_YEARS_S
 from laps_sd.errors import LapsSdError
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import inference_pb2
@@ -129,11 +127,3 @@ class ClientStream:
                 wants_submission=self.acceptance is None,
             )
         )
-
-
-def deadline_of(remaining_s: float | None, now: float) -> float | None:
-    """Return a call's deadline in the loop's time. gRPC gives None, or an endless time, when there
-    is none."""
-    if remaining_s is None or not math.isfinite(remaining_s) or remaining_s > TEN_YEARS_S:
-        return None
-    return now + remaining_s
