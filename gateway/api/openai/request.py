@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from gateway.api.openai.body import Json
@@ -28,6 +28,7 @@ from gateway.api.openai.models import (
 from gateway.api.openai.output_formats import read_format
 from gateway.api.openai.tools import set_tools, tool_call_message
 from gateway.api.openai.unknown_fields import OnUnknown, Unsupported, check_fields, refuse
+from gateway.calls.validation import choices_of
 from laps_sd.errors import InvalidArgument
 from laps_sd.v1 import inference_pb2
 
@@ -117,6 +118,8 @@ CONVERSIONS: Mapping[str, Callable[[int], int]] = {
 
 NAMES_IN_CHATS = (("logprobs", "top_logprobs"),)
 """The name in a chat of the field that holds the number of alternatives."""
+NAMES_WITH_ECHO = (("prompt_logprobs", "logprobs"),)
+"""The name in a completion with `echo` of the field that requests log probabilities of the prompt."""
 
 ROLES = {"developer": "system"}
 """Roles that a template has under another name."""
@@ -134,19 +137,19 @@ class ParsedRequest:
     continuous_usage: bool
     format_field: str
     """The field that has the output format; empty without one."""
-    include_reasoning: bool = True
-    echo: bool = False
+    include_reasoning: bool
+    echo: bool
     """The text begins with the prompt; in a chat with an assistant's last message."""
-    echo_only: bool = False
+    echo_only: bool
     """The answer has nothing but the prompt. One token is generated all the same, since it comes with the log
     probabilities of the prompt, and left out."""
-    return_token_ids: bool = False
-    prompt_logprobs: int | None = None
+    return_token_ids: bool
+    prompt_logprobs: int | None
     """Alternatives of each token in the field of this name; None: it is not wanted."""
-    names: Sequence[tuple[str, str]] = ()
+    names: Sequence[tuple[str, str]]
     """Beginnings of names of fields, with those of the API whose body this was; see
     `fields_of_chats.renamed`."""
-    tokens_as_ids: bool = False
+    tokens_as_ids: bool
     """Log probabilities name tokens by their ids."""
 
     @property
@@ -157,7 +160,7 @@ class ParsedRequest:
     @property
     def choices_per_prompt(self) -> int:
         """Return the number of outputs for each prompt."""
-        return self.requests[0].n if self.requests[0].HasField("n") else 1
+        return choices_of(self.requests[0])
 
 
 def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
@@ -174,8 +177,14 @@ def read_chat(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
     put_messages(request, chat.messages, chat.add_generation_prompt, chat.continue_final_message)
     set_tools(request.messages, chat)
     _check_other_fields(body, ChatBody, on_unknown)
-    parsed = replace(_parsed("chat", chat, [request], format_field), names=NAMES_IN_CHATS)
-    return parsed if chat.include_reasoning is not False else replace(parsed, include_reasoning=False)
+    return _parsed(
+        "chat",
+        chat,
+        [request],
+        format_field,
+        names=NAMES_IN_CHATS,
+        include_reasoning=chat.include_reasoning is not False,
+    )
 
 
 def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest:
@@ -202,10 +211,15 @@ def read_completion(body: Json, on_unknown: OnUnknown = refuse) -> ParsedRequest
             one.token_ids.ids.extend(prompt)
         requests.append(one)
     _check_other_fields(body, CompletionBody, on_unknown)
-    parsed = _parsed("text", completion, requests, format_field)
-    if completion.echo and completion.prompt_logprobs is None:
-        parsed = replace(parsed, names=(("prompt_logprobs", "logprobs"),))
-    return parsed if completion.max_tokens != 0 else replace(parsed, echo_only=True)
+    by_echo = completion.echo and completion.prompt_logprobs is None
+    return _parsed(
+        "text",
+        completion,
+        requests,
+        format_field,
+        names=NAMES_WITH_ECHO if by_echo else (),
+        echo_only=completion.max_tokens == 0,
+    )
 
 
 def _prompts(prompt: str | list[int] | list[str | list[int]]) -> Sequence[str | list[int]]:
@@ -219,7 +233,14 @@ def _prompts(prompt: str | list[int] | list[str | list[int]]) -> Sequence[str | 
 
 
 def _parsed(
-    kind: Kind, body: Body, requests: Sequence[inference_pb2.GenerateRequest], format_field: str
+    kind: Kind,
+    body: Body,
+    requests: Sequence[inference_pb2.GenerateRequest],
+    format_field: str,
+    *,
+    names: Sequence[tuple[str, str]],
+    include_reasoning: bool = True,
+    echo_only: bool = False,
 ) -> ParsedRequest:
     options = body.stream_options or StreamOptions()
     return ParsedRequest(
@@ -229,9 +250,12 @@ def _parsed(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         format_field=format_field,
+        include_reasoning=include_reasoning,
         echo=bool(body.echo),
+        echo_only=echo_only,
         return_token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
+        names=names,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
 
