@@ -1,4 +1,4 @@
-"""What `laps-sd up` prints: the progress of the start, where the system listens, and what to try."""
+"""Terminal output of `laps-sd up`: the progress of the start, where the system listens, and what to try."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gateway.api.ends import openai_reason
 from gateway.api.openai.body import Json
-from gateway.api.openai.message import readers_of
+from gateway.api.openai.message import readers_of, reason_with_calls
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
@@ -89,8 +89,7 @@ class AnswerReader:
     def finish_reason(self) -> str:
         """Return OpenAI's reason of the end: stop, length or tool_calls."""
         assert self._reason, "only what has ended has a reason"
-        called = self._reader is not None and self._reader.has_calls
-        return "tool_calls" if called and self._reason == "stop" else self._reason
+        return reason_with_calls(self._reason, self._reader)
 
     def deltas(self, piece: Piece) -> list[Json]:
         """Add a piece; return the deltas of the message. Raises the failure of a failed output."""

@@ -21,7 +21,7 @@ from gateway.model.tool_calls.families import ToolFamily
 from gateway.model.tool_calls.parameters import Schema
 from gateway.model.tool_calls.reader import Arguments, Broken, Call, Done, Event, Text
 
-__all__ = ["MessageReader", "readers_of"]
+__all__ = ["MessageReader", "readers_of", "reason_with_calls"]
 
 
 def readers_of(
@@ -55,6 +55,12 @@ def readers_of(
                 )
             )
     return readers
+
+
+def reason_with_calls(reason: str, reader: MessageReader | None) -> str:
+    """Return OpenAI's reason of the end of an output that may have calls, from that of its text."""
+    called = reader is not None and reader.has_calls
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.echo import echo_of
 from gateway.api.openai.errors import error_json
 from gateway.api.openai.logprobs import OutputLogprobs, TokenNames
-from gateway.api.openai.message import MessageReader, readers_of
+from gateway.api.openai.message import MessageReader, readers_of, reason_with_calls
 from gateway.api.openai.prompt_logprobs import vllm_json
 from gateway.api.openai.request import ParsedRequest
 from gateway.calls.generation import Generation
@@ -34,7 +34,7 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: OutputLogprobs | None = None
-    """None: they are not wanted."""
+    """Log probabilities that have not been sent; None: they are not wanted."""
     end: inference_pb2.Ended | None = None
     reason: str = ""
     """OpenAI's reason of the end."""
@@ -270,8 +270,7 @@ class Reply:
         assert choice.end is not None, "only what has ended has a reason"
         if self._parsed.echo_only:
             return OPENAI[End.LENGTH]
-        called = choice.reader is not None and choice.reader.has_calls
-        return "tool_calls" if called and choice.reason == "stop" else choice.reason
+        return reason_with_calls(choice.reason, choice.reader)
 
     def _stop_reason(self, choice: _Choice) -> str | int | None:
         """Return vLLM's `stop_reason`: the stop string or the stop token that ended an output."""
