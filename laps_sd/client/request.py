@@ -108,6 +108,17 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
         raise TypeError(NO_PROMPT)
     options = cast(Options, {name: value for name, value in options.items() if value is not None})
+    sampling, speculation = _sampling(options), _speculation(options)
+    request = _made(GenerateRequest, _fields(options))
+    if sampling.ByteSize():
+        request.sampling.CopyFrom(sampling)
+    if speculation is not None:
+        request.speculation.CopyFrom(speculation)
+    _set_prompt(request, prompt, options)
+    return request
+
+
+def _sampling(options: Options) -> SamplingParams:
     values = {
         name: value for name, value in options.items() if name in SamplingParams.DESCRIPTOR.fields_by_name
     }
@@ -116,47 +127,54 @@ def make_request(prompt: Prompt, **options: Unpack[Options]) -> GenerateRequest:
             values[name] = [values[name]]
     if "bad_words_ids" in options:
         values["bad_words_ids"] = [TokenIds(ids=word) for word in options["bad_words_ids"]]
-    sampling = _made(SamplingParams, values)
-    time_limit_s = options.get("time_limit_s")
-    deadline = options.get("deadline")
-    speculation = options.get("speculation", "auto")
-    if isinstance(speculation, str) and speculation not in ("auto", "off"):
-        raise ValueError(f"speculation is 'auto', 'off' or a number of tokens, got {speculation!r}")
-    drafter = options.get("drafter")
+    return _made(SamplingParams, values)
+
+
+def _speculation(options: Options) -> Speculation | None:
+    """Return the options of speculation; None: none of them is given."""
+    wanted, drafter = options.get("speculation", "auto"), options.get("drafter")
+    if isinstance(wanted, str) and wanted not in ("auto", "off"):
+        raise ValueError(f"speculation is 'auto', 'off' or a number of tokens, got {wanted!r}")
     if drafter is not None and drafter not in DRAFTERS:
         raise ValueError(f"drafter is 'model' or 'lookup', got {drafter!r}")
-    fields = {
+    if wanted == "auto" and drafter is None:
+        return None
+    made = Speculation()
+    if wanted == "off":
+        made.mode = Speculation.MODE_OFF
+    elif wanted != "auto":
+        made = _made(Speculation, {"mode": Speculation.MODE_AUTO, "max_draft_tokens": wanted})
+    if drafter is not None:
+        made.drafter = DRAFTERS[drafter]
+    return made
+
+
+def _fields(options: Options) -> dict[str, Any]:
+    """Return the fields of a request that are neither parameters of sampling or speculation nor its prompt."""
+    fields: dict[str, Any] = {
         name: value
         for name, value in options.items()
         if name in GenerateRequest.DESCRIPTOR.fields_by_name and name != "speculation"
     }
-    if time_limit_s is not None:
-        fields["time_limit_ms"] = round(time_limit_s * 1000)
-    if deadline is not None:
-        fields["deadline_unix_ms"] = round(deadline.timestamp() * 1000)
-    request = _made(GenerateRequest, fields)
-    if sampling.ByteSize():
-        request.sampling.CopyFrom(sampling)
-    if speculation == "off":
-        request.speculation.mode = Speculation.MODE_OFF
-    elif speculation != "auto":
-        request.speculation.CopyFrom(
-            _made(Speculation, {"mode": Speculation.MODE_AUTO, "max_draft_tokens": speculation})
-        )
-    if drafter is not None:
-        request.speculation.drafter = DRAFTERS[drafter]
+    if "time_limit_s" in options:
+        fields["time_limit_ms"] = round(options["time_limit_s"] * 1000)
+    if "deadline" in options:
+        fields["deadline_unix_ms"] = round(options["deadline"].timestamp() * 1000)
+    return fields
+
+
+def _set_prompt(request: GenerateRequest, prompt: Prompt, options: Options) -> None:
     if not isinstance(prompt, str):
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if len(messages) == len(prompt):
             request.messages.CopyFrom(make_chat(messages, options))
-            return request
+            return
     if unused := ChatOptions.__annotations__.keys() & options.keys():
         raise ValueError(f"{', '.join(sorted(unused))}: only for a prompt of chat messages")
     if isinstance(prompt, str):
         request.text = prompt
     else:
         request.token_ids.CopyFrom(_made(TokenIds, {"ids": _ids(prompt)}))
-    return request
 
 
 def _ids(prompt: Sequence[object]) -> list[int]:

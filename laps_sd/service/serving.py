@@ -96,7 +96,6 @@ class ServiceApp:
 
         Raises StartupError when OpenTelemetry is configured and missing.
         """
-        self.service = service
         self.settings = settings
         self.guard = CallGuard(authorize, message_turns, open_methods=open_methods, max_fields=max_fields)
         self.server = grpc.aio.server(
