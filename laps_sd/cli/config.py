@@ -19,28 +19,6 @@ from laps_sd.service.config import unknown_sentences
 INDENT = " " * 4
 MODULES = {"gateway": "gateway", "scheduler": "scheduler_svc", "worker": "worker_svc"}
 
-# Runs in a process of its own, because shared modules do not import a service.
-PROGRAM = """
-import dataclasses, importlib, json, sys
-from laps_sd.service.config import ConfigError, Settings, provenance
-from laps_sd.service.flags import command_line
-
-service, module = sys.argv.pop(1), importlib.import_module(sys.argv.pop(1) + ".settings")
-(cls,) = (
-    each for each in vars(module).values()
-    if isinstance(each, type) and issubclass(each, Settings) and each.__module__ == module.__name__
-)
-
-def print_rows(overrides):
-    try:
-        print(json.dumps([dataclasses.asdict(row) for row in provenance(cls, overrides)]))
-    except ConfigError as error:
-        sys.exit("\\n".join(f"laps-sd {service}: {problem}" for problem in error.problems))
-    sys.exit(0)
-
-command_line(service, cls, print_rows)
-"""
-
 
 def config(
     context: typer.Context,
@@ -92,7 +70,8 @@ def _settings(service: str, flags: list[str]) -> list[dict[str, Any]]:
         raise StartupError(f"The {service} is not installed: pip install 'laps-sd[{service}]'.")
     flags = [flag for flag in flags if flag != "--show-settings"]  # this command prints them itself
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, service, MODULES[service], *flags],
+        # A process of its own, because shared modules do not import a service.
+        [sys.executable, "-m", "laps_sd.cli.settings_json", service, MODULES[service], *flags],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
