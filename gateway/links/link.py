@@ -49,7 +49,7 @@ from laps_sd.service.leader_link import (
 )
 from laps_sd.service.leader_stream import STREAM_ERRORS, denial, next_reply, reason_of
 from laps_sd.service.log import get_logger
-from laps_sd.service.wire import Tls, link_tls, make_channel
+from laps_sd.service.wire import Tls, make_channel
 from laps_sd.v1 import admin_pb2, gateway_link_pb2_grpc, inference_pb2
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 
@@ -89,7 +89,7 @@ class ShardLink:
         tls: Tls | None = None,
         vocabulary: bytes = b"",
     ) -> None:
-        """`tls`: what all links of the gateway share; None: as the settings have it. `vocabulary`: see `Mismatches`."""
+        """`tls`: shared by all links of the gateway; None: plain text. `vocabulary`: see `Mismatches`."""
         self.shard = shard
         self.seeds = list(settings.scheduler_seeds if seeds is None else seeds)
         """Addresses of schedulers; each of them names the leader. May change at any time; the next round of
@@ -103,7 +103,7 @@ class ShardLink:
         """Event that the first leader sets; it stays set."""
         self.gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._settings = settings
-        self._tls = link_tls(settings) if tls is None else tls
+        self._tls = tls
         self._mismatches = Mismatches(settings, shard, self.gateway_id, vocabulary)
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
