@@ -57,7 +57,7 @@ class Submissions:
             rendered = await self._prompts.rendered(request, tenant)
             markers = self._model.dialect.reasoning
             state = markers.state_after(rendered) if markers and rendered and reads_markup else None
-            own_format = await self._own_format_of(request, state, tenant)
+            grammar = await self._grammar_of(request, state, tenant)
             prompt_ids = await self._prompts.ids_of(request, rendered, tenant)
             if wants_prompt := request.HasField("prompt_logprobs"):
                 each = prompt_logprobs_in_all(len(prompt_ids), request.prompt_logprobs)
@@ -73,8 +73,8 @@ class Submissions:
                 capacity_tokens=capacity_tokens,
                 bad_words=bad_words,
             )
-            if own_format is not None:
-                submit.specification.output_format.CopyFrom(own_format)
+            if grammar is not None:
+                submit.specification.output_format.CopyFrom(grammar)
             submit.traceparent = traceparent
             submit.length_features.extend(self._prompts.features_of(request))
             # A prompt whose log probabilities are wanted is computed again, whatever a worker has of it.
@@ -86,11 +86,11 @@ class Submissions:
                 states.append(state)
         return made, states
 
-    async def _own_format_of(
+    async def _grammar_of(
         self, request: inference_pb2.GenerateRequest, state: State | None, tenant: str
     ) -> inference_pb2.OutputFormat | None:
-        """Return the output format that the tools and the reasoning of a request make; None if it has its own or none.
-        Raises InvalidArgument if no worker could compile it."""
+        """Return the grammar that the tools and the reasoning of a request make; None if its own output format is
+        enough. Raises InvalidArgument if no worker could compile the one that holds."""
         await self._check_format(request.output_format, tenant)
         made = output_format_of(request, self._model, state)
         if made is None:
