@@ -70,13 +70,16 @@ class LearntFile:
         self._kept = priors.to_dict()
 
     def save(self) -> None:
-        """Replace the file by what was kept since the last call, if anything was. Raises OSError."""
+        """Replace the file by what was kept since the last call, if anything was; only its owner can read the new
+        one, since it shows whether a guessed sentence was sent. Raises OSError.
+        """
         kept, self._kept = self._kept, None
         if kept is None:
             return
         blob = _json({**kept, DIGEST: _digest(kept)})
         scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
+            scratch.touch(mode=0o600)
             scratch.write_text(blob, encoding="utf-8")
             scratch.replace(self.path)
         finally:

@@ -382,6 +382,17 @@ class TestLearntFile:
 
         assert not file.path.exists()
 
+    def test_only_its_owner_can_read_it(self, tmp_path: Path) -> None:
+        file = LearntFile(tmp_path / "learnt.json")
+        umask = os.umask(0o022)
+        try:
+            file.keep(self.learnt())
+            file.save()
+        finally:
+            os.umask(umask)
+
+        assert file.path.stat().st_mode & 0o777 == 0o600
+
     def test_a_write_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
         file = LearntFile(tmp_path / "folder")
         file.path.mkdir()
