@@ -715,3 +715,17 @@ def test_a_model_that_vllm_cannot_load_is_one_sentence(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match=f"vLLM cannot load {tmp_path}") as caught:
         load_core(replace(PAIR, model=tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_length": 99_999}, r"User-specified max_model_len \(99999\) is greater than"),
+        ({"arguments": {"pipeline_parallel_size": 0}}, r"pipeline_parallel_size: Input .* equal to 1, got 0"),
+    ],
+)
+def test_the_sentence_has_the_reason_for_which_vllm_refuses_a_setting(
+    change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=f"vLLM cannot load {TARGET_DIR}: {reason}"):
+        load_core(replace(PAIR, **change))

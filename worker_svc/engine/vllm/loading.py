@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from pydantic import ValidationError
 
 from laps_vllm.versions import VersionError, check_names, check_version
 
@@ -121,7 +122,18 @@ def load_core(
     except VersionError as error:
         raise ModelError(str(error)) from error
     except Exception as error:  # vLLM raises a dozen types; each means that the model cannot be served
-        raise ModelError(f"vLLM cannot load {options.model}: {first_line(error)}") from error
+        raise ModelError(f"vLLM cannot load {options.model}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why vLLM refused a configuration, in one line. The first line of pydantic's errors only counts them."""
+    if not isinstance(error, ValidationError):
+        return first_line(error)
+    one = error.errors()[0]
+    field = ".".join(map(str, one["loc"]))
+    # Without a field it is a check of vLLM's own, and the value is the whole configuration.
+    message = first_line(ValueError(one["msg"].removeprefix("Value error, ")))
+    return f"{field}: {message}, got {one['input']!r}" if field else message
 
 
 def models_in_words(config: Any, target: Path) -> str:
