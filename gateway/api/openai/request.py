@@ -93,6 +93,7 @@ REASONS: Mapping[str, str] = {
     "guided_whitespace_pattern": "the blanks between the parts of JSON are fixed",
     "truncate_prompt_tokens": "a prompt is never cut; send fewer tokens",
     "use_beam_search": "outputs are sampled; n makes several",
+    "vllm_xargs": "workload_class and expected_output_tokens are fields of the body here",
 }
 """The reasons why fields are not supported; the other fields have a common one."""
 

@@ -212,6 +212,18 @@ async def test_defaults_of_vllm_are_accepted(served: Served, fields: Any) -> Non
     await answer_of(served, "/v1/completions", TEXT | fields)
 
 
+async def test_hints_as_for_the_scheduler_inside_vllm_are_refused_with_the_names_of_the_fields(
+    served: Served,
+) -> None:
+    status, _, answer = await served.post(
+        "/v1/completions", TEXT | {"vllm_xargs": {"workload_class": "chat"}}
+    )
+    assert (status, answer["error"]["param"]) == (400, "vllm_xargs")
+    assert (
+        "workload_class and expected_output_tokens are fields of the body here" in answer["error"]["message"]
+    )
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_openais_padding_of_events_has_no_effect(served: Served, wanted: bool) -> None:
     body = CHAT | {"stream_options": {"include_usage": True, "include_obfuscation": wanted}}
