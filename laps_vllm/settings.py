@@ -41,7 +41,7 @@ class VllmSettings(Settings):
     learnt_save_s: float = field(
         60.0,
         help="Time between two writes of LAPS_SD_LEARNT_FILE under load; without a request in the server it is written"
-        " within 5 s.",
+        " within 5 s, without the requests that ended less than 1 s after the copy before.",
         minimum=1.0,
     )
 
