@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._simulations import add_arguments, run_all
-from bench.report import Interval, finish, interval, quantile, ratio_interval, table
+from bench.report import Interval, command_line, finish, interval, quantile, ratio_interval, table
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
@@ -82,11 +82,7 @@ Runs = dict[Key, list[dict[str, float]]]
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench autoscale",
-        description=(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("autoscale", __doc__)
     parser.add_argument(
         "--targets",
         action="append",
@@ -110,7 +106,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, help=f"another trace than {TRACE}; CSV or Mooncake")
     add_arguments(parser)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--figure", type=Path, help="draw the curves into this file (.png or .svg)")
     options = parser.parse_args(given)
     if min(options.seeds, options.processes, options.every) < 1 or options.requests < 2:

@@ -253,7 +253,7 @@ class Run:
 
 
 def main(given: list[str] | None = None) -> int:
-    options = arguments(given, (__doc__ or "").split("\n\n")[0])
+    options = arguments(given, __doc__)
     run = Run(options)
     asyncio.run(run.run())
     for violation in run.violations:

@@ -37,7 +37,7 @@ from scheduler_svc.core import COMPILED
 
 
 def main() -> int:
-    options = arguments((__doc__ or "").split("\n\n")[0])
+    options = arguments(__doc__)
     if options.reports < 2 or not options.queued or not options.workers:
         raise SystemExit("--reports must be at least 2, and --queued and --workers name one size each")
     core: list[dict[str, Any]] = []

@@ -11,7 +11,6 @@ Not modelled: time to read a prompt, and the time that choosing takes.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -20,10 +19,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
-from bench.report import finish, progress, table
+from bench.report import command_line, finish, progress, table
 from worker_svc.engine.draft_lengths import acceptance, chooser, cost_table, outlook
 from worker_svc.engine.draft_lengths.acceptance import Acceptance
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
@@ -176,13 +174,10 @@ def compared(
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench draft-lengths", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = command_line("draft-lengths", __doc__)
     parser.add_argument("--rounds", type=int, default=3000, help="rounds of a run (default 3000)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of a workload (default 3)")
     parser.add_argument("--only", help="only this constant")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(given)
     workloads = [Workload(*each) for each in itertools.product(MACHINES, BATCHES, RATES)]
     progress(f"{len(workloads)} workloads, {options.seeds} seeds, with the values in the code")

@@ -45,7 +45,7 @@ from laps_sd.service.model_dir import end_ids
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
-    options = arguments(argv, (__doc__ or "").split("\n\n")[0])
+    options = arguments(argv, __doc__)
     if options.table:
         return run_table(options, given)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)

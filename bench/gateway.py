@@ -33,7 +33,7 @@ import uvloop
 
 from bench._arrivals import Arrivals, GrpcArrivals, HttpArrivals
 from bench._metrics import MetricsPage
-from bench.report import about, finish, progress, quantile, table
+from bench.report import about, command_line, finish, progress, quantile, table
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.wire import server_options
@@ -51,14 +51,11 @@ WARM_UP = 10
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench gateway", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = command_line("gateway", __doc__)
     parser.add_argument("--streams", type=int, default=256, help="streams at once (default 256)")
     parser.add_argument("--rate", type=float, default=6000.0, help="deliveries per second (default 6000)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each run (default 10)")
     parser.add_argument("--protocol", choices=("grpc", "http", "both"), default="grpc")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments(argv, (__doc__ or "").split("\n\n")[0])
+    options = arguments(argv, __doc__)
     import torch
     from transformers.utils import logging as transformers_logging
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import finish, progress, table
+from bench.report import command_line, finish, progress, table
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.estimates.sources import Guesses
@@ -50,11 +50,7 @@ MOST = 4000
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench lengths",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("lengths", __doc__)
     parser.add_argument(
         "--data", type=Path, action="append", required=True, help="file of answers; may be repeated"
     )
@@ -66,7 +62,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3, help="orders of each stream (default 3)")
     parser.add_argument("--lag", type=int, default=8, help="requests in flight (default 8)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args(argv)
 
 

@@ -23,12 +23,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 
 from bench._metrics import MetricsPage
-from bench.report import finish, median_interval, progress, table
+from bench.report import command_line, finish, median_interval, progress, table
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
@@ -39,7 +38,7 @@ GOAL = 0.95
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="laps-sd bench loop", description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line("loop", __doc__)
     parser.add_argument("--requests", type=int, default=64, help="requests waiting at once (default 64)")
     parser.add_argument("--slots", type=int, default=8, help="batch size of the worker (default 8)")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens of each request (default 96)")
@@ -48,7 +47,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--policy", default="laps-sd", help="the scheduler's policy (default laps-sd)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

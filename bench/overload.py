@@ -22,11 +22,10 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from bench._memory import GROWTH_MIB, Memory
 from bench._metrics import metric
-from bench.report import finish, progress, quantile, table
+from bench.report import command_line, finish, progress, quantile, table
 from laps_sd.client import Accepted, AsyncClient, Delta, Ended
 from laps_sd.contract.choose import reserved_slots
 from laps_sd.errors import LapsSdError, ResourceExhausted
@@ -42,9 +41,7 @@ travel in that time."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench overload", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = command_line("overload", __doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload (default 60)")
     parser.add_argument("--workers", type=int, default=2, help="(default 2)")
     parser.add_argument("--slots", type=int, default=4, help="of each worker (default 4)")
@@ -55,7 +52,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", type=float, default=0.5, help="of the sustained rate (default 0.5)")
     parser.add_argument("--policy", default="laps-sd", help="the scheduler's policy (default laps-sd)")
     parser.add_argument("--seed", type=int, default=1, help="of the requests (default 1)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(given)
     if options.slots < 2 or options.workers < 1:
         parser.error("--slots must be at least 2, --workers at least 1")

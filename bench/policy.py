@@ -50,7 +50,7 @@ def about(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments(argv, __doc__ or "")
+    options = arguments(argv, __doc__)
     try:
         regimes = regimes_of(options)
         unknown = {name for name, _ in options.loads} - {"", *(regime.name for regime in regimes)}

@@ -26,11 +26,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from bench._shapes import PAIRS, Shape, random_model
-from bench.report import finish, progress, table
+from bench.report import command_line, finish, progress, table
 
 SMALL = Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_size=64, inner=1536, vocab=49152)
 """SmolLM-135M's."""
@@ -42,9 +41,7 @@ GOAL_FIRST = 1.3
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench prefill", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = command_line("prefill", __doc__)
     parser.add_argument("--tokens", type=int, default=4000, help="tokens of a long prompt (default 4000)")
     parser.add_argument(
         "--prompts", type=int, default=1, help="long prompts that arrive together (default 1)"
@@ -63,7 +60,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shape", choices=SHAPES, default="135m", help="tiny tests the benchmark (default 135m)"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
 

@@ -21,10 +21,9 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.report import finish, progress, table
+from bench.report import command_line, finish, progress, table
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.options import LoadOptions
 from worker_svc.settings import WorkerSettings
@@ -38,9 +37,7 @@ GOAL_ROUND = 1.1  # of the rounds without reuse: no difference, apart from the a
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench prefix", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = command_line("prefix", __doc__)
     parser.add_argument(
         "--tokens",
         type=lambda text: [int(part) for part in text.split(",")],
@@ -49,7 +46,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="requests with the same start (default 8)")
     parser.add_argument("--rounds", type=int, default=16, help="decoding rounds of each turn (default 16)")
     parser.add_argument("--turns", type=int, default=7, help="turns of every way (default 7)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
 

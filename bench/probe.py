@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.report import Interval, about, finish, progress, ratio_interval, table
+from bench.report import Interval, about, command_line, finish, progress, ratio_interval, table
 
 KINDS = ("story", "log", "json", "prose")
 MAX_LENGTH = 1024
@@ -240,7 +240,7 @@ def tau(truths: Sequence[float], predicted: Sequence[float]) -> float:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     from worker_svc.loading import DEMO
 
-    parser = argparse.ArgumentParser(prog="laps-sd bench probe", description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line("probe", __doc__)
     parser.add_argument("--target", type=Path, default=None, help="directory of a target model")
     parser.add_argument("--draft", type=Path, default=None, help="directory of its draft model")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of prompts, or all")
@@ -255,7 +255,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--turns", type=int, default=4, help="passes that measure the cost; 0: it is not measured"
     )
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(argv)
     if options.target is None:
         options.target, options.draft = DEMO / "target", DEMO / "draft"

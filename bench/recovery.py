@@ -31,7 +31,7 @@ import redis.asyncio as redis_client
 import uvloop
 
 from bench._control.lengths import prompt_features
-from bench.report import about, finish, progress, table
+from bench.report import about, command_line, finish, progress, table
 from laps_sd.contract.length_features import packed
 from laps_sd.service.config import load
 from laps_sd.service.tracing import QUIET
@@ -60,9 +60,7 @@ FILL_TOGETHER = 512
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench recovery", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = command_line("recovery", __doc__)
     parser.add_argument(
         "--requests", type=int, default=GOAL_REQUESTS, help=f"unfinished requests (default {GOAL_REQUESTS})"
     )
@@ -76,7 +74,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", action="store_true", help="print the functions that take most of the time"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import math
@@ -104,6 +105,17 @@ def numbers(text: str) -> list[int]:
     numbers.
     """
     return [int(part) for part in text.split(",") if part]
+
+
+def command_line(benchmark: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's options, of which `--json` is one."""
+    parser = argparse.ArgumentParser(
+        prog=f"laps-sd bench {benchmark}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser
 
 
 def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from laps_sd.errors import StartupError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments(argv, __doc__ or "")
+    options = arguments(argv, __doc__)
     began_s = time.monotonic()
     if options.regime == "multi-turn":
         return _multi_turn(options, argv, began_s)

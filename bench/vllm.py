@@ -63,7 +63,7 @@ END_TOKEN = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments(argv, (__doc__ or "").split("\n\n")[0])
+    options = arguments(argv, __doc__)
     setup = {
         "kind": "engine",
         "target": str(TARGET_DIR),

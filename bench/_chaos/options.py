@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from bench._faults import ENGINE_KINDS, KINDS
+from bench.report import command_line
 
 DEFAULTS = {
     "fake": {"workers": 6, "slots": 8, "requests": 200, "pieces": 120, "every_s": 1.0},
@@ -16,9 +17,9 @@ DEFAULTS = {
 """Defaults of each engine (our choice for two cores)."""
 
 
-def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
+def arguments(given: list[str] | None, description: str | None) -> argparse.Namespace:
     """Return the options of the command. Exit with a message if one is wrong."""
-    parser = argparse.ArgumentParser(prog="laps-sd bench chaos", description=description)
+    parser = command_line("chaos", description)
     parser.add_argument("--faults", type=int, default=100, help="faults in all (default 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the plan and of the requests (default 1)")
     parser.add_argument(
@@ -44,7 +45,6 @@ def arguments(given: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument(
         "--logs", type=Path, help="keep the processes' logs in this folder (violations keep them anyway)"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(given)
     if (options.engine == "vllm") != (options.vllm is not None):
         parser.error("--engine vllm and --vllm PYTHON go together")

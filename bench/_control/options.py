@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from bench.report import numbers
+from bench.report import command_line, numbers
 
 GOAL_MS = 1.0
 GOAL_GROWTH = 2.0
 GOAL_BYTES = 2048
 
 
-def arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="laps-sd bench control", description=description)
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = command_line("control", description)
     parser.add_argument(
         "--queued", type=numbers, default=[1_000, 10_000, 100_000, 1_000_000], help="queue sizes"
     )
@@ -56,7 +55,6 @@ def arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--backlog", type=int, default=5_000, help="queued requests of the whole scheduler")
     parser.add_argument("--goal-ms", type=float, default=GOAL_MS, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 
 

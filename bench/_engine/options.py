@@ -8,16 +8,16 @@ from pathlib import Path
 
 from bench._table.homes import cache_folder
 from bench._table.plan import MODELS, PRECISIONS, read_only, usable_threads
-from bench.report import numbers
+from bench.report import command_line, numbers
 
 TABLE_BATCHES, TABLE_TURNS, QUICK_BATCHES, QUICK_TURNS = [1, 4, 16], 6, [1, 16], 3
 TABLE_PRECISIONS = ("bfloat16", "int8", "int4")
 TABLE_THREADS = (1, 2, 4)
 
 
-def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Return the options of the command. Exit with a message if one is wrong."""
-    parser = argparse.ArgumentParser(prog="laps-sd bench engine", description=description)
+    parser = command_line("engine", description)
     parser.add_argument("--target", type=Path, help="directory of the target (default: the demo pair)")
     parser.add_argument("--draft", type=Path, help="directory of the draft")
     parser.add_argument(
@@ -55,7 +55,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument(
         "--openvino", metavar="PYTHON", help="an interpreter that has openvino-genai and optimum-intel"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     of_table = parser.add_argument_group(
         "table", "engines by precision and threads, without speculation, in place of the cells; engines without an interpreter are installed"
     )  # fmt: skip

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench._shapes import PAIRS
-from bench.report import numbers
+from bench.report import command_line, numbers
 
 GOAL_OTHER = 0.10
 GOAL_BATCH = 32
 
 
-def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="laps-sd bench gpu", description=description)
+def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    parser = command_line("gpu", description)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="8b", choices=list(PAIRS))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -41,7 +40,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     )
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(argv)
     if (options.bandwidth is None) != (options.peak is None):
         parser.error("--bandwidth and --peak go together")

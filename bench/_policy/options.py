@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench._policy.regime import REGIMES, Regime, read_regime, router_of, settings_of
 from bench._simulations import add_arguments
+from bench.report import command_line
 from scheduler_svc.core.policies import POLICIES
 from simulator.routers import ROUTERS
 from simulator.workload import AcceptanceModel, Arrivals, Predictor
@@ -17,13 +18,9 @@ CACHES = "cache-"
 """Beginning of the names of regimes that compare placements, which `--regime caches` runs and `all` does not."""
 
 
-def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Return the options of the command. Exit with a message if one is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench policy",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("policy", description)
     names = ", ".join(sorted(path.stem for path in REGIMES.glob("*.toml")))
     parser.add_argument(
         "--regime",
@@ -59,7 +56,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
         action="store_true",
         help="also tell levels, perceptibility and errors of the estimates",
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument(
         "--figure",
         type=Path,

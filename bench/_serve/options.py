@@ -9,18 +9,15 @@ from pathlib import Path
 from bench._serve.cases import sigma_of
 from bench._serve.goals import Goals
 from bench._serve.workloads import LOADS
+from bench.report import command_line
 from scheduler_svc.core.policies import POLICIES
 
 DEFAULT_SIGMAS = (0.3, None)
 ALL_POLICIES = ("fcfs", "srpt-length", "laps-sd", "sjf-length", "las", "laps-sd-paper", "sd-index")
 
 
-def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="laps-sd bench serve",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    parser = command_line("serve", description)
     parser.add_argument(
         "--regime",
         choices=("policies", "multi-turn"),
@@ -79,7 +76,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument(
         "--load", type=float, help="stretch the trace's arrivals to this load (default: as they stand)"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument(
         "--figure", type=Path, help="draw measured and simulated ratios into this .png or .svg"
     )

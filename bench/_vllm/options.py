@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench._shapes import PAIRS
+from bench.report import command_line
 
 PARTS = ("steps", "speed", "cost", "worker", "clock")
 BY_NAME = ("shape", "computed")
@@ -17,9 +18,9 @@ STEP_TIMES_MS = (6.7, 0.015, 8.5, 0.03)
 first two fit an 8B shape on an H100; the others are estimates for vLLM's default compilation."""
 
 
-def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Return the options of the command. Exit with a message if one is wrong."""
-    parser = argparse.ArgumentParser(prog="laps-sd bench vllm", description=description)
+    parser = command_line("vllm", description)
     parser.add_argument("--vllm", metavar="PYTHON", required=True, help="an interpreter that has vllm")
     parser.add_argument(
         "--parts",
@@ -91,7 +92,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep the logs of engines here (default: they are deleted)"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(argv)
     options.parts = options.parts.split(",")
     if Path(options.vllm).parent.name:  # a path, and not a name to be looked up
