@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._simulations import add_arguments, run_all
-from bench.report import Interval, command_line, finish, interval, quantile, ratio_interval, table
+from bench.report import columns, command_line, finish, interval, quantile, ratio_interval, table, told
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
@@ -209,8 +209,7 @@ def rows_of(runs: Runs) -> list[dict[str, Any]]:
         row |= {figure: statistics.fmean(run[figure] for run in own) for figure in own[0]}
         if len(own) > 1:
             for figure in ("devices", "mean_s", "p99_s"):
-                found = interval([run[figure] for run in own])
-                row |= {f"{figure}_low": found.low, f"{figure}_high": found.high}
+                row |= columns(figure, interval([run[figure] for run in own]))
         rows.append(row | {"seeds": len(own)})
     return rows
 
@@ -271,20 +270,12 @@ def comparisons(runs: Runs) -> list[dict[str, Any]]:
         ratios = saving(runs, rival, figure)
         if not ratios:
             continue
-        middle = math.exp(statistics.fmean(map(math.log, ratios)))
-        found = (
-            ratio_interval([(ratio, 1.0) for ratio in ratios])
-            if len(ratios) > 1
-            else Interval(middle, middle, middle)
-        )
         rows.append(
             {
                 "kind": "comparison",
                 "config": rival,
                 "figure": figure,
-                "ratio_devices": found.middle,
-                "ratio_devices_low": found.low,
-                "ratio_devices_high": found.high,
+                **columns("ratio_devices", ratio_interval([(ratio, 1.0) for ratio in ratios])),
                 "seeds": len(ratios),
             }
         )
@@ -308,8 +299,7 @@ def verdict(runs: Runs, compared: Sequence[Mapping[str, Any]]) -> tuple[str, boo
             said.append(f"{rival} not judged, no latency in common with {OURS}")
             met = False
             continue
-        low, high = row["ratio_devices_low"], row["ratio_devices_high"]
-        said.append(f"{row['ratio_devices']:.2f} [{low:.2f}, {high:.2f}] of {rival}")
+        said.append(f"{told(row, 'ratio_devices', 2)} of {rival}")
         met = met and row["ratio_devices"] <= GOALS.get(rival, 1.0)
     return ", ".join(said) or "nothing to compare", met
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from bench._metrics import MetricsPage
-from bench.report import command_line, finish, median_interval, progress, table
+from bench.report import columns, command_line, finish, median_interval, progress, table
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 from laps_sd.v1 import inference_pb2_grpc
@@ -235,9 +235,7 @@ def main() -> int:
             "policy": options.policy,
             "bare_tokens_per_s": median_interval([pair.bare for pair in pairs]).middle,
             "stack_tokens_per_s": median_interval([pair.stack for pair in pairs]).middle,
-            "ratio_bare": found.middle,
-            "ratio_bare_low": found.low,
-            "ratio_bare_high": found.high,
+            **columns("ratio_bare", found),
             "idle_share": median_interval([pair.idle for pair in pairs]).middle,
             "repetitions": len(pairs),
         }

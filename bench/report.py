@@ -59,9 +59,12 @@ def interval(samples: Sequence[float]) -> Interval:
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the ratio of paired positive figures (two pairs at least), first over second: geometric mean,
-    and Student's t interval on the logarithm, where a ratio and its inverse weigh the same.
+    """Return the ratio of paired positive figures, first over second: geometric mean, and Student's t interval
+    on the logarithm, where a ratio and its inverse weigh the same. One pair has no interval: its ends are equal.
     """
+    if len(pairs) == 1:
+        alone = pairs[0][0] / pairs[0][1]
+        return Interval(alone, alone, alone)
     found = interval([math.log(ours / theirs) for ours, theirs in pairs])
     return Interval(math.exp(found.middle), math.exp(found.low), math.exp(found.high))
 
@@ -79,6 +82,23 @@ def median_interval(samples: Sequence[float]) -> Interval:
         k += 1
     k = max(k, 1)
     return Interval(statistics.median(ordered), ordered[k - 1], ordered[n - k])
+
+
+def columns(name: str, found: Interval | None) -> dict[str, float | None]:
+    """Return the three columns that an interval has in a row, which `told` reads."""
+    if found is None:
+        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
+    return {name: found.middle, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def told(row: Mapping[str, Any], name: str, digits: int = 3) -> str:
+    """Return an interval of a row as text: nothing if the row has none, the middle alone if it has no ends."""
+    middle, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    if middle is None:
+        return ""
+    return f"{middle:.{digits}f}" + (
+        "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    )
 
 
 def progress(line: str) -> None:

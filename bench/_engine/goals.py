@@ -9,6 +9,7 @@ from typing import Any
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import SPECULATIVE
 from bench._engine.held_out import HELD_OUT
+from bench.report import told
 
 GOAL_ASSISTED = 2.2
 GOAL_PLAIN_AT_ONE = 1.3
@@ -54,23 +55,18 @@ def goals(
                 found.append(Goal(text, row["identical"] == 1, False))
         for name, goal in least.items():
             if row.get(name) is not None:
-                text = f"{at}: {told_ratio(row, name)} of {name[6:].replace('_', ' ')} (goal {goal})"
+                text = f"{at}: {told(row, name, 2)} of {name[6:].replace('_', ' ')} (goal {goal})"
                 found.append(Goal(text, row[f"{name}_low"] >= goal, whole or name == "ratio_vllm"))
         if memory_bound and row.get("forward") is not None and row["batch"] in FORWARD_BATCHES:
-            text = f"{at}: a forward takes {told_ratio(row, 'forward')} of vllm's (goal {GOAL_FORWARD})"
+            text = f"{at}: a forward takes {told(row, 'forward', 2)} of vllm's (goal {GOAL_FORWARD})"
             found.append(Goal(text, row["forward_high"] <= GOAL_FORWARD, True))
     return found
-
-
-def told_ratio(row: Mapping[str, Any], name: str) -> str:
-    """Return a ratio of a row, with its interval, as text."""
-    return f"{row[name]:.2f} [{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]"
 
 
 def verdict(found: Sequence[Goal]) -> tuple[bool, str]:
     """Return whether all goals are met, and the sentence for the summary line."""
     others = [goal for goal in found if not goal.chief]
-    told = [goal.text + ("" if goal.met else " MISSED") for goal in found if goal.chief]
+    texts = [goal.text + ("" if goal.met else " MISSED") for goal in found if goal.chief]
     if others:
-        told.append(f"{sum(goal.met for goal in others)} of {len(others)} others")
-    return bool(found) and all(goal.met for goal in found), "; ".join(told)
+        texts.append(f"{sum(goal.met for goal in others)} of {len(others)} others")
+    return bool(found) and all(goal.met for goal in found), "; ".join(texts)

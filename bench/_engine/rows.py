@@ -11,7 +11,7 @@ from typing import Any
 from bench._engine.cells import BOTH, MIXED, TEMPERATURES
 from bench._engine.configs import PLAIN, Config
 from bench._engine.outcomes import Outcome, means, paired
-from bench.report import Interval, ratio_interval
+from bench.report import Interval, columns, ratio_interval
 
 RIVALS: dict[str, tuple[str, ...]] = {
     "plain": (PLAIN,),
@@ -60,8 +60,8 @@ def rows_of(configs: Sequence[Config], options: argparse.Namespace) -> list[dict
                     ratio = ratio_interval(
                         [(_speed(one), _speed(other)) for one, other in paired(found, best)]
                     )
-                _put(row, f"ratio_{label}", ratio)
-            _put(row, "forward", _forward(config, found, here))
+                row |= columns(f"ratio_{label}", ratio)
+            row |= columns("forward", _forward(config, found, here))
             rows.append({**row, **means([one.told for one in found]), "seeds": options.turns})
     return rows
 
@@ -85,12 +85,6 @@ def _forward(
     return ratio_interval(
         [(one.decode_s or math.nan, other.decode_s or math.nan) for one, other in paired(found, best)]
     )
-
-
-def _put(row: dict[str, Any], name: str, interval: Interval | None) -> None:
-    row[name] = None if interval is None else interval.middle
-    row[f"{name}_low"] = None if interval is None else interval.low
-    row[f"{name}_high"] = None if interval is None else interval.high
 
 
 def identical(outputs: Sequence[list[int]], reference: Sequence[list[int]]) -> float:

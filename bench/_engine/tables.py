@@ -8,17 +8,12 @@ from typing import Any
 
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
-from bench._engine.goals import told_ratio
 from bench._engine.rows import RIVALS
-from bench.report import table
+from bench.report import table, told
 
 
 def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print one table of the whole mix, with all rivals, and one of each kind alone."""
-
-    def ratio(row: dict[str, Any], name: str) -> str:
-        return "" if row[name] is None else told_ratio(row, name)
-
     threads = f"{options.threads} thread{'s'[: options.threads > 1]}"
     labels = [label for label in RIVALS if any(row[f"ratio_{label}"] is not None for row in rows)]
     table(
@@ -31,7 +26,7 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
                 "tokens/s": row["tokens_per_cpu_s"],
                 "ms/round": "" if row["decode_ms"] is None else f"{row['decode_ms']:.3g}",
                 "identical": "" if row["identical"] is None else f"{row['identical']:.3f}",
-                **{label.replace("_", " "): ratio(row, f"ratio_{label}") for label in labels},
+                **{label.replace("_", " "): told(row, f"ratio_{label}", 2) for label in labels},
                 "draft": f"{row['draft_len']:.2f}" if "draft_len" in row else "",
                 "accepted": f"{row['accepted_of_tested']:.2f}" if row.get("draft_len") else "",
             }
@@ -56,9 +51,9 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
                     "kind": kind,
                     "temperature": str(temperature),
                     **{
-                        f"batch {batch}": ratio(found, "ratio_plain")
-                        if (found := by_batch.get((config, kind, temperature, batch))) is not None
-                        else ""
+                        f"batch {batch}": told(
+                            by_batch.get((config, kind, temperature, batch), {}), "ratio_plain", 2
+                        )
                         for batch in batches
                     },
                 }
@@ -71,7 +66,7 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
         )
     for row in rows:
         if row["config"] == SPECULATIVE and row["temperature"] == BOTH and "draft_len_top" in row:
-            told = [f"{row[name]:.2f} {words}" for name, words in (
+            parts = [f"{row[name]:.2f} {words}" for name, words in (
                 ("draft_len_rising", "with few requests"), ("draft_len_top", f"with {row['batch']}"),
                 ("draft_len_falling", "with few again")) if name in row]  # fmt: skip
-            print("draft length on the ramp: " + ", ".join(told))
+            print("draft length on the ramp: " + ", ".join(parts))

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
-from bench._engine.goals import goals, told_ratio
+from bench._engine.goals import goals
 from bench._engine.heading import models_in_words
 from bench._evidence.phrases import goals_met
 from bench._evidence.results import Row, read_rows
 from bench._markdown import table
+from bench.report import told
 
 
 def engine(path: Path) -> Iterator[str]:
@@ -107,7 +108,7 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
         row = found.get((name, batch, BOTH)) or found.get((name, batch, 0.0))
         if row is None:
             return "–"
-        return told_ratio(row, name)
+        return told(row, name, 2)
 
     yield from table(
         ("compared with", *(f"batch {batch}" for batch in batches)),

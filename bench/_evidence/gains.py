@@ -14,6 +14,7 @@ from bench._policy.regime import OURS, RIVALS
 from bench._policy.rows import SWEEP_SHARE
 from bench._policy.tables import expected_text
 from bench.figures import named
+from bench.report import told
 
 
 def goals(results: Results) -> Iterator[str]:
@@ -31,7 +32,7 @@ def goals(results: Results) -> Iterator[str]:
         (
             f"`{verdict['regime']}`",
             f"`{named(verdict['policy'])}`: {expected_text({**verdict, 'of': named(verdict['of'])})}",
-            f"{verdict['found']:.3f} [{verdict['found_low']:.3f}, {verdict['found_high']:.3f}]",
+            told(verdict, "found"),
             "met" if verdict["met"] else "**missed**",
             "yes" if _inside(verdict) else "no",
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bench._engine.cells import MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
-from bench._engine.goals import told_ratio
 from bench._evidence.engine_table import rows_of_readme
 from bench._evidence.readme import pair_in_words
 from bench._evidence.results import Results, Row, read_rows
@@ -21,6 +20,7 @@ from bench._table.rows import is_ours
 from bench._vllm import modes
 from bench._vllm.figures import BURSTS, compared
 from bench._vllm.on_shape import ON_SHAPE
+from bench.report import told
 
 
 def orders(results: Results) -> Iterator[str]:
@@ -184,9 +184,7 @@ def inside_vllm(path: Path) -> Iterator[str]:
         if (row["compared"], row["setting"]) == ("clock", BURSTS)
     }
     ratios = "; ".join(
-        f"{mode.name}: {told_ratio(found[mode.name], 'ratio_fcfs')}"
-        for mode in modes.OURS
-        if mode.name in found
+        f"{mode.name}: {told(found[mode.name], 'ratio_fcfs', 2)}" for mode in modes.OURS if mode.name in found
     )
     if ratios:
         yield f"Mean latency in bursts over that of vLLM's FCFS, on the clock. {ratios}."

@@ -9,6 +9,7 @@ from typing import Any
 from bench._policy.regime import OURS, Regime
 from bench._policy.rows import ratio
 from bench._policy.run import Runs
+from bench.report import Interval, columns
 
 LEVELS_AT_WORK = 3
 """Levels of `laps-sd` that carry work in every goal regime: with fewer it would be no more than an index."""
@@ -51,9 +52,7 @@ def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
                     )
                     if part
                 ),
-                "found": found.middle,
-                "found_low": found.low,
-                "found_high": found.high,
+                **columns("found", found),
                 "at_least": expected.at_least,
                 "at_most": expected.at_most if expected.at_most < math.inf else None,
                 "met": expected.at_least <= found.middle <= expected.at_most,
@@ -67,9 +66,7 @@ def judged(regime: Regime, runs: Runs) -> list[dict[str, Any]]:
                 "policy": OURS,
                 "figure": "levels_at_work",
                 "of": "",
-                "found": min(counts),
-                "found_low": min(counts),
-                "found_high": max(counts),
+                **columns("found", Interval(min(counts), min(counts), max(counts))),
                 "at_least": LEVELS_AT_WORK,
                 "at_most": None,
                 "met": min(counts) >= LEVELS_AT_WORK,

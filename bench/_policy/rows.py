@@ -12,7 +12,7 @@ from typing import Any
 
 from bench._policy.regime import OURS, Regime
 from bench._policy.run import DISTRIBUTION_POINTS, Runs
-from bench.report import Interval, quantile, ratio_interval
+from bench.report import Interval, columns, quantile, ratio_interval
 from scheduler_svc.core.estimates.errors import Moment
 
 SWEEP_SHARE = 1 / 3
@@ -30,13 +30,9 @@ def ratio(
     of_figure: str = "",
     of_regime: str = "",
 ) -> Interval:
-    """Return the ratio, paired over seeds. One seed has no interval."""
+    """Return the ratio, paired over seeds."""
     runs_of_both = zip(runs[regime, policy], runs[of_regime or regime, of], strict=True)
-    pairs = [(ours[figure], theirs[of_figure or figure]) for ours, theirs in runs_of_both]
-    if len(pairs) > 1:
-        return ratio_interval(pairs)
-    alone = pairs[0][0] / pairs[0][1]
-    return Interval(alone, alone, alone)
+    return ratio_interval([(ours[figure], theirs[of_figure or figure]) for ours, theirs in runs_of_both])
 
 
 def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:
@@ -52,8 +48,7 @@ def rows_of(regime: Regime, runs: Runs, seeds: int) -> list[dict[str, Any]]:
             if base in regime.runs:
                 for figure, label in (("mean_s", ""), ("p99_s", "p99_"), ("longest_wait_s", "longest_wait_")):
                     found = ratio(runs, regime.name, spec, base, figure)
-                    key = f"{label}ratio_{base.replace('-', '_')}"
-                    row |= {key: found.middle, f"{key}_low": found.low, f"{key}_high": found.high}
+                    row |= columns(f"{label}ratio_{base.replace('-', '_')}", found)
         if spec == OURS:
             row["ratios"] = {
                 other: dataclasses.astuple(ratio(runs, regime.name, spec, other, "mean_s"))

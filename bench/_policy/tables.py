@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report import table
+from bench.report import table, told
 
 WIDTH = 190
 """Characters of the widest table."""
@@ -13,19 +13,13 @@ WIDTH = 190
 
 def show(name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print the table of one regime."""
-
-    def spread(row: dict[str, Any], key: str) -> str:
-        if key not in row:
-            return ""
-        return f"{row[key]:.3f} [{row[key + '_low']:.3f}, {row[key + '_high']:.3f}]"
-
     shown = [
         {
             "policy": row["policy"],
             "mean s": row["mean_s"],
-            "/ fcfs": spread(row, "ratio_fcfs"),
-            "/ oracle": spread(row, "ratio_oracle"),
-            "/ srpt-length": spread(row, "ratio_srpt_length"),
+            "/ fcfs": told(row, "ratio_fcfs"),
+            "/ oracle": told(row, "ratio_oracle"),
+            "/ srpt-length": told(row, "ratio_srpt_length"),
             "p50 s": row["p50_s"],
             "p90 s": row["p90_s"],
             "p99 s": row["p99_s"],
@@ -105,7 +99,7 @@ def show_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
         {
             "regime": verdict["regime"],
             "expected": f"{verdict['policy']} {expected_text(verdict)}",
-            "found": f"{verdict['found']:.3f} [{verdict['found_low']:.3f}, {verdict['found_high']:.3f}]",
+            "found": told(verdict, "found"),
             "": "met" if verdict["met"] else "MISSED",
         }
         for verdict in verdicts

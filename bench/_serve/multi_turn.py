@@ -28,7 +28,7 @@ import grpc.aio
 from bench._replay import TEMPERATURE, draw_ids, send_one
 from bench._serve.workloads import in_turn
 from bench._serve_stack import DRAFT_LEN, spread
-from bench.report import Interval, progress, ratio_interval, table
+from bench.report import progress, ratio_interval, table
 from laps_sd.contract.prompt_blocks import name_blocks
 from laps_sd.service.wire import channel_options
 from laps_sd.stack.local import LocalStack
@@ -297,8 +297,8 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return found
     for figure in ("first_token_s", "mean_s"):
         pairs = [(by[seed, "soonest-done"], by[seed, "least-loaded"]) for seed in seeds]
-        measured = _ratio([(ours[figure], theirs[figure]) for ours, theirs in pairs])
-        predicted = _ratio([(o["simulated"][figure], t["simulated"][figure]) for o, t in pairs])
+        measured = ratio_interval([(ours[figure], theirs[figure]) for ours, theirs in pairs])
+        predicted = ratio_interval([(o["simulated"][figure], t["simulated"][figure]) for o, t in pairs])
         off = measured.middle / predicted.middle
         for goal, value, met in (
             (f"{figure} / least-loaded ≤ 1", measured.middle, measured.high <= 1),
@@ -320,14 +320,6 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return found
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the mean ratio with its interval; one pair has none."""
-    if len(pairs) > 1:
-        return ratio_interval(pairs)
-    alone = pairs[0][0] / pairs[0][1]
-    return Interval(alone, alone, alone)
 
 
 def show(rows: Sequence[dict[str, Any]], goals: Sequence[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench._serve.results import DRIFT, Measured
-from bench.report import table
+from bench.report import table, told
 
 WIDTH = 170
 
@@ -44,9 +44,9 @@ def _order(row: dict[str, Any]) -> dict[str, Any]:
         "hints": row["hints"],
         "policy": row["policy"],
         "mean s": row.get("mean_s", ""),
-        "/ fcfs": _spread(row, "ratio_fcfs"),
+        "/ fcfs": told(row, "ratio_fcfs"),
         "simulated": row.get("simulated_ratio_fcfs", ""),
-        "/ srpt-length": _spread(row, "ratio_srpt_length"),
+        "/ srpt-length": told(row, "ratio_srpt_length"),
         "simulated ": row.get("simulated_ratio_srpt_length", ""),
         "p99 s": row.get("p99_s", ""),
         "first token s": row.get("first_token_s", ""),
@@ -56,13 +56,6 @@ def _order(row: dict[str, Any]) -> dict[str, Any]:
         "utilised": row.get("utilisation", ""),
         "runs": f"{row['runs']}" + (f", {row['failed_runs']} failed" if row["failed_runs"] else ""),
     }
-
-
-def _spread(row: dict[str, Any], key: str) -> str:
-    if key not in row:
-        return ""
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{row[key]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
 
 
 def _show_lengths(lengths: Sequence[dict[str, Any]]) -> None:

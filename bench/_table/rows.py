@@ -8,7 +8,7 @@ from typing import Any
 
 from bench._table.plan import BY_THREADS, OURS, PREFILL, Entry, Session
 from bench._table.turns import Measured
-from bench.report import ratio_interval
+from bench.report import columns, ratio_interval
 
 KEY = ("model", "comparison", "threads", "task", "engine", "precision")
 
@@ -32,9 +32,7 @@ def rows_of(session: Session, found: Mapping[Entry, Measured]) -> list[dict[str,
                 "precision": entry.label,
                 "clock": "wall" if session.by_wall_clock else "cpu",
                 "tokens_per_s": statistics.median(speeds) if speeds else None,
-                "ratio": None,
-                "ratio_low": None,
-                "ratio_high": None,
+                **columns("ratio", None),
                 "turns": len(speeds),
                 "not_run": None if speeds else (measured.not_run or "not measured"),
                 "version": measured.version,
@@ -44,8 +42,7 @@ def rows_of(session: Session, found: Mapping[Entry, Measured]) -> list[dict[str,
                 pairs = list(zip(ours, speeds, strict=True))
                 if session.comparison == BY_THREADS:
                     pairs = [(theirs, one) for one, theirs in pairs]
-                ratio = ratio_interval(pairs)
-                row |= {"ratio": ratio.middle, "ratio_low": ratio.low, "ratio_high": ratio.high}
+                row |= columns("ratio", ratio_interval(pairs))
             rows.append(row)
     return rows
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench._engine.goals import told_ratio
 from bench._table.plan import BY_THREADS, NAMES, threads_in_words
-from bench.report import table
+from bench.report import table, told
 
 
 def tables(rows: Sequence[dict[str, Any]], about: Mapping[str, Any]) -> None:
@@ -57,7 +56,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], label: str) 
             "engine": f"{NAMES[place[1]]} {place[2]}",
             "threads": str(place[3]),
             **{task: _speed(by_place.get((place, task))) for task in tasks},
-            **{f"{task}, {label}": _ratio(by_place.get((place, task))) for task in tasks},
+            **{f"{task}, {label}": told(by_place.get((place, task), {}), "ratio", 2) for task in tasks},
         }
         for place in dict.fromkeys(map(place_of, rows))
     ]
@@ -71,7 +70,3 @@ def place_of(row: Mapping[str, Any]) -> tuple[str, str, str, int]:
 def _speed(row: Mapping[str, Any] | None) -> str:
     speed = None if row is None else row["tokens_per_s"]
     return "–" if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
-
-
-def _ratio(row: Mapping[str, Any] | None) -> str:
-    return "" if row is None or row["ratio"] is None else told_ratio(row, "ratio")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._vllm.modes import FCFS, PRIORITY
-from bench.report import Interval, quantile, ratio_interval
+from bench.report import Interval, columns, quantile, ratio_interval
 
 BURSTS = "all bursts"
 
@@ -66,7 +66,5 @@ def _compared(rows: Sequence[Mapping[str, Any]], measured: str, setting: str, mo
         ("p99_ratio_priority", PRIORITY, "p99"),
     ):
         between = None if mode == of else ratio(rows, mode, of, figure)
-        row[name] = between and between.middle
-        row[f"{name}_low"] = between and between.low
-        row[f"{name}_high"] = between and between.high
+        row |= columns(name, between)
     return row

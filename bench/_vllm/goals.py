@@ -10,7 +10,7 @@ from bench._vllm.decisions import COMPILED, least
 from bench._vllm.figures import BURSTS, compared, ratio
 from bench._vllm.modes import FCFS, GUESS, LEARNT, NO_HINT, OURS
 from bench._vllm.workers import PLAIN, SAMPLING
-from bench.report import Interval
+from bench.report import told
 
 GOAL_NO_HINT = 0.70
 GOAL_NO_HINT_LEARNT = 0.60
@@ -43,9 +43,8 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
             bounds.append(("p99_ratio_priority", "p99 / vLLM's priority", GOAL_PRIORITY_P99))
         for key, words, limit in bounds:
             if row[key] is not None:
-                told = Interval(row[key], row[f"{key}_low"], row[f"{key}_high"])
-                text = f"{at}: {row['mode']}, {words} {told} (goal: at most {limit:.2f})"
-                found.append(Goal(text, told.high <= limit))
+                text = f"{at}: {row['mode']}, {words} {told(row, key)} (goal: at most {limit:.2f})"
+                found.append(Goal(text, row[f"{key}_high"] <= limit))
     speeds = [row for row in rows if row["measured"] == "speed"]
     for mode in OURS:
         for figure, how in (("full_speed", "measured"), ("full_speed_by_parts", "by parts")):
@@ -74,5 +73,5 @@ def _most(mode: str) -> list[float]:
 def verdict(found: Sequence[Goal]) -> tuple[bool, str]:
     """Return whether all goals are met, and the sentence for the summary line."""
     missed = [goal.text for goal in found if not goal.met]
-    told = f"{len(found) - len(missed)} of {len(found)} goals are met"
-    return bool(found) and not missed, told + (f"; missed: {'; '.join(missed)}" if missed else "")
+    met = f"{len(found) - len(missed)} of {len(found)} goals are met"
+    return bool(found) and not missed, met + (f"; missed: {'; '.join(missed)}" if missed else "")

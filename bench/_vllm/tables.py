@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._vllm.figures import compared
-from bench.report import table
+from bench.report import table, told
 
 ON_SHAPE = (
     "setting",
@@ -45,10 +45,10 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
                     "mode": row["mode"],
                     "mean": row["mean"],
                     "p99": row["p99"],
-                    "mean / fcfs": told(row, "ratio_fcfs"),
-                    "p99 / fcfs": told(row, "p99_ratio_fcfs"),
-                    "mean / priority": told(row, "ratio_priority"),
-                    "p99 / priority": told(row, "p99_ratio_priority"),
+                    "mean / fcfs": told(row, "ratio_fcfs") or "–",
+                    "p99 / fcfs": told(row, "p99_ratio_fcfs") or "–",
+                    "mean / priority": told(row, "ratio_priority") or "–",
+                    "p99 / priority": told(row, "p99_ratio_priority") or "–",
                 }
                 for row in found
             ],
@@ -64,10 +64,3 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
         if of_kind:
             shown = [{key: row.get(key) for key in ("seed", "mode", *keys)} for row in of_kind]
             table(measured, shown, width=160)
-
-
-def told(row: Mapping[str, Any], name: str) -> str:
-    """Return a ratio of a row with its interval, as text."""
-    if row[name] is None:
-        return "–"
-    return f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
