@@ -40,7 +40,7 @@ from bench._control.latency import Arrivals, Latencies, Sample, join
 from bench._control.lengths import WORDS
 from bench._control.scheduler import Reading, read_scheduler
 from bench._control.synthetic_worker import Counters, Fleet, worker_process
-from bench.report import progress
+from bench.report import progress, quantile
 from scheduler_svc.core import COMPILED
 
 GOAL_SHARE = 0.98
@@ -201,7 +201,7 @@ def row(
     own_cpu_s = scheduler_cpu_s + record_cpu_s + done.cpu_s + client_cpu_s
     asked_per_s = workers / options.round_s
     share = reports / seconds / asked_per_s
-    p99_ms = latencies.percentile_ms(99)
+    p99_ms = quantile(latencies.ms, 0.99)
     return {
         "config": f"carried, {workers} workers",
         "policy": options.policy,
@@ -222,8 +222,8 @@ def row(
         "tokens_per_request": done.tokens / done.requests,
         "samples": len(latencies.ms),
         "not_arrived": latencies.not_arrived,
-        "p50_ms": latencies.percentile_ms(50),
-        "p90_ms": latencies.percentile_ms(90),
+        "p50_ms": quantile(latencies.ms, 0.5),
+        "p90_ms": quantile(latencies.ms, 0.9),
         "p99_ms": p99_ms,
         "max_ms": latencies.ms[-1],
         "scheduler_cpu_ms": scheduler_cpu_s / reports * 1e3,

@@ -6,7 +6,6 @@ id: both sides choose the same ones without a message.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -53,10 +52,6 @@ class Latencies(NamedTuple):
 
     ms: list[float]
     not_arrived: int
-
-    def percentile_ms(self, percent: float) -> float:
-        """Return the least latency that `percent` of the samples do not exceed (nearest rank)."""
-        return self.ms[max(0, math.ceil(len(self.ms) * percent / 100) - 1)]
 
 
 def join(samples: Sequence[Sample], arrivals: Arrivals, until_s: float) -> Latencies:

@@ -5,9 +5,6 @@ takes this long for every round, whatever it contains: the first `slots` request
 took part. A request prefills in its first round and gains 1 to 4 tokens in every round (2.7 on average); it
 ends when it reaches the length that is drawn from its id. All KV fits, so that nothing is evicted.
 
-Reports are put together from serialized parts, since the CPU that they cost is taken from the scheduler that
-is measured: protobuf merges the fields of serialized messages that follow each other.
-
 Left out: reconnection, and the limits of unacknowledged tokens. A worker that reaches a round after the time
 of the next one skips the rounds that it has missed, and counts them as late.
 """
@@ -23,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -37,10 +33,10 @@ from laps_sd.service import wire
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS, until_first_ends
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as pb
+from laps_sd.v1.worker_link_pb2_grpc import WorkerLinkStub
 from worker_svc.link.lists import AssignedList
 from worker_svc.runner.messages import Listed
 
-CONNECT = "/laps_sd.v1.WorkerLink/Connect"
 HEARTBEAT_S = 1.0
 BLOCK_SIZE = 16
 BLOCKS = 1_000_000
@@ -89,8 +85,6 @@ class Counters(NamedTuple):
 class ScriptedRound(NamedTuple):
     """Gain of a request in one round."""
 
-    serialized: bytes
-    """A RequestProgress with the tokens and the verdicts on the draft."""
     token_ids: tuple[int, ...]
     accepted: int
 
@@ -101,8 +95,6 @@ class Held:
 
     request_id: str
     lease_epoch: int
-    serialized: bytes
-    """A RequestProgress with id and lease epoch."""
     position: int
     end: int
     """Output tokens at which it ends."""
@@ -116,47 +108,6 @@ class Held:
 
 _rank = attrgetter("rank_class", "index_s", "request_id")
 """Order of requests in a list, but for the reserved ones; see `laps_sd.contract.choose`."""
-END = pb.RequestProgress(end=gateway_pb.RequestEnd.KIND_STOP).SerializeToString()
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _head(message: Any, field: str, length: int) -> bytes:
-    """Return what comes before a serialized message of `length` bytes that is this field of `message`."""
-    number = message.DESCRIPTOR.fields_by_name[field].number
-    return _varint(number << 3 | 2) + _varint(length)
-
-
-@cache
-def _progress_head(length: int) -> bytes:
-    return _head(pb.RoundReport, "progress", length)
-
-
-@cache
-def _position(position: int) -> bytes:
-    return pb.RequestProgress(position=position).SerializeToString()
-
-
-@cache
-def _times(round_s: float, prefilled: int) -> bytes:
-    """Return a serialized RoundReport with the seconds of the parts of a round, and the free blocks."""
-    prefill_s = round_s * min(0.5, prefilled * PREFILL_SHARE_OF_ROUND)
-    draft_s = 0.2 * (round_s - prefill_s)
-    return pb.RoundReport(
-        draft_s=draft_s,
-        verify_s=round_s - prefill_s - draft_s,
-        prefill_s=prefill_s,
-        total_s=round_s,
-        free_target_blocks=BLOCKS // 2,
-        free_draft_blocks=BLOCKS // 2,
-    ).SerializeToString()
 
 
 def scripts(rng: random.Random) -> list[list[ScriptedRound]]:
@@ -171,20 +122,14 @@ def _scripted(rng: random.Random, acceptance: float) -> ScriptedRound:
     accepted = 0
     while accepted < DRAFTED and rng.random() < acceptance:
         accepted += 1
-    token_ids = tuple(rng.randrange(VOCABULARY) for _ in range(accepted + 1))
-    progress = pb.RequestProgress(
-        token_ids=token_ids,
-        drafted=DRAFTED,
-        accepted=accepted,
+    return ScriptedRound(tuple(rng.randrange(VOCABULARY) for _ in range(accepted + 1)), accepted)
+
+
+def round_report(number: int, run: Sequence[Held], round_s: float) -> pb.RoundReport:
+    """Run one round of these requests, and return its report."""
+    report = pb.RoundReport(
+        number=number, total_s=round_s, free_target_blocks=BLOCKS // 2, free_draft_blocks=BLOCKS // 2
     )
-    return ScriptedRound(progress.SerializeToString(), token_ids, accepted)
-
-
-def round_report(number: int, run: Sequence[Held], round_s: float, *, columns: bool) -> bytes:
-    """Run one round of these requests, and return its report as a serialized WorkerMessage. `columns`: as from
-    version 2 of the protocol on.
-    """
-    parts = [pb.RoundReport(number=number).SerializeToString()]
     plain: list[tuple[Held, int, ScriptedRound]] = []
     prefilled = 0
     for request in run:
@@ -192,37 +137,35 @@ def round_report(number: int, run: Sequence[Held], round_s: float, *, columns: b
         request.rounds += 1
         request.position += len(gained.token_ids)
         request.over = request.position >= request.end
-        if columns and not request.over and not request.to_prefill:
+        if not request.over and not request.to_prefill:
             plain.append((request, position, gained))
             continue
-        progress = request.serialized + _position(position) + gained.serialized
-        if request.to_prefill:
-            progress += pb.RequestProgress(prefilled=request.to_prefill).SerializeToString()
-            prefilled += request.to_prefill
-            request.to_prefill = 0
-        if request.over:
-            progress += END
-        parts.append(_progress_head(len(progress)))
-        parts.append(progress)
+        report.progress.add(
+            request_id=request.request_id,
+            lease_epoch=request.lease_epoch,
+            position=position,
+            token_ids=gained.token_ids,
+            drafted=DRAFTED,
+            accepted=gained.accepted,
+            prefilled=request.to_prefill,
+            end=gateway_pb.RequestEnd.KIND_STOP if request.over else None,
+        )
+        prefilled += request.to_prefill
+        request.to_prefill = 0
     if plain:
-        parts.append(pb.RoundReport(plain=_columns(plain)).SerializeToString())
-    parts.append(_times(round_s, prefilled))
-    report = b"".join(parts)
-    reports = _head(pb.RoundReports, "reports", len(report)) + report
-    return _head(pb.WorkerMessage, "reports", len(reports)) + reports
-
-
-def _columns(rows: Sequence[tuple[Held, int, ScriptedRound]]) -> pb.PlainProgress:
-    requests, positions, gains = zip(*rows, strict=True)
-    return pb.PlainProgress(
-        request_ids=[request.request_id for request in requests],
-        lease_epochs=[request.lease_epoch for request in requests],
-        positions=positions,
-        token_counts=[len(gained.token_ids) for gained in gains],
-        token_ids=[token_id for gained in gains for token_id in gained.token_ids],
-        drafted=[DRAFTED] * len(rows),
-        accepted=[gained.accepted for gained in gains],
-    )
+        requests, positions, gains = zip(*plain, strict=True)
+        columns = report.plain
+        columns.request_ids.extend([request.request_id for request in requests])
+        columns.lease_epochs.extend([request.lease_epoch for request in requests])
+        columns.positions.extend(positions)
+        columns.token_counts.extend([len(gained.token_ids) for gained in gains])
+        columns.token_ids.extend([token_id for gained in gains for token_id in gained.token_ids])
+        columns.drafted.extend([DRAFTED] * len(plain))
+        columns.accepted.extend([gained.accepted for gained in gains])
+    report.prefill_s = round_s * min(0.5, prefilled * PREFILL_SHARE_OF_ROUND)
+    report.draft_s = 0.2 * (round_s - report.prefill_s)
+    report.verify_s = round_s - report.prefill_s - report.draft_s
+    return report
 
 
 class SyntheticWorker:
@@ -243,14 +186,13 @@ class SyntheticWorker:
         self._ended: deque[tuple[int, list[Held]]] = deque()
         """By report that is not acknowledged: the requests that ended with it."""
         self._greeted = asyncio.Event()
-        self._columns = False
         self._rng = random.Random(number)
 
     async def run(self) -> None:
         """Work until the stream ends. Raise RuntimeError if the scheduler ends it."""
         async with wire.make_channel(self._fleet.address) as channel:
-            call: Any = channel.stream_stream(CONNECT, response_deserializer=pb.WorkerLinkReply.FromString)()
-            await call.write(pb.WorkerMessage(hello=self._hello()).SerializeToString())
+            call: Any = WorkerLinkStub(channel).Connect()
+            await call.write(pb.WorkerMessage(hello=self._hello()))
             await until_first_ends(self._read(call), self._write(call))
 
     def _hello(self) -> pb.WorkerHello:
@@ -281,7 +223,6 @@ class SyntheticWorker:
             self._acknowledged(reply.acknowledged_number or reply.acknowledged.number)
             match reply.WhichOneof("message"):
                 case "hello":
-                    self._columns = reply.hello.protocol_version >= 2
                     self._greeted.set()
                 case "specifications":
                     for leased in reply.specifications.specifications:
@@ -306,17 +247,13 @@ class SyntheticWorker:
         request_id = specification.request_id
         if request_id in self._held:
             self._forget(self._held[request_id])
-        rng = random.Random(
-            request_id
-        )  # a request that moves to another worker ends where it would have here
+        # A request that moves to another worker ends where it would have here.
+        rng = random.Random(request_id)
         length = output_length(rng, self._fleet.output_tokens)
         emitted = len(specification.committed_ids)
         self._held[request_id] = Held(
             request_id=request_id,
             lease_epoch=leased.lease_epoch,
-            serialized=pb.RequestProgress(
-                request_id=request_id, lease_epoch=leased.lease_epoch
-            ).SerializeToString(),
             position=emitted,
             # The last round may pass the end by as many tokens as were drafted.
             end=max(1, min(length, specification.sampling.max_tokens - DRAFTED)),
@@ -344,11 +281,10 @@ class SyntheticWorker:
             if due_s >= heartbeat_s:
                 heartbeat_s = due_s + HEARTBEAT_S
                 heartbeat = gateway_pb.Heartbeat(sent_ms=time.monotonic_ns() // 1_000_000)
-                await call.write(pb.WorkerMessage(heartbeat=heartbeat).SerializeToString())
+                await call.write(pb.WorkerMessage(heartbeat=heartbeat))
             run = self._chosen()
             if run:
-                message = self._round(run)
-                await call.write(message)
+                await call.write(self._round(run))
             due_s += round_s * self._rng.uniform(1 - spread, 1 + spread)
             if (behind_s := time.monotonic() - due_s) > 0:
                 missed = math.ceil(behind_s / round_s)
@@ -366,13 +302,14 @@ class SyntheticWorker:
             self._newest = None
         return [held for held in self._listed if not held.over][: self._fleet.slots]
 
-    def _round(self, run: list[Held]) -> bytes:
+    def _round(self, run: list[Held]) -> pb.WorkerMessage:
         """Run a round and return its message, with the samples taken just before it is sent."""
         sampled = [held for held in run if held.sampled][:SAMPLES_PER_REPORT]
         positions = [held.position for held in sampled]
         before = sum([held.position for held in run])
         self.reports += 1
-        message = round_report(self.reports, run, self._fleet.round_s, columns=self._columns)
+        report = round_report(self.reports, run, self._fleet.round_s)
+        message = pb.WorkerMessage(reports=pb.RoundReports(reports=[report]))
         self.requests += len(run)
         self.tokens += sum([held.position for held in run]) - before
         if ended := [held for held in run if held.over]:

@@ -13,8 +13,7 @@ import pytest
 
 from bench._control.latency import Arrivals, Latencies, Sample, is_sampled, join
 from bench._control.synthetic_worker import DRAFTED, Held, round_report, scripts
-from laps_sd.v1 import gateway_link_pb2 as gateway_pb
-from laps_sd.v1 import worker_link_pb2 as pb
+from scheduler_svc.core.events import End, RoundReported
 from scheduler_svc.wire.reports import round_reported
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +23,9 @@ SCRIPT = scripts(random.Random(1))[0]
 
 def held(request_id: str, *, end: int) -> Held:
     """Return a request with a prompt of 20 tokens that was just leased."""
-    named = pb.RequestProgress(request_id=request_id, lease_epoch=3)
     return Held(
         request_id=request_id,
         lease_epoch=3,
-        serialized=named.SerializeToString(),
         position=0,
         end=end,
         script=SCRIPT,
@@ -38,10 +35,9 @@ def held(request_id: str, *, end: int) -> Held:
     )
 
 
-def reported(number: int, run: list[Held], *, columns: bool = False) -> pb.RoundReport:
-    message = pb.WorkerMessage.FromString(round_report(number, run, 0.05, columns=columns))
-    (report,) = message.reports.reports
-    return report
+def reported(number: int, run: list[Held]) -> RoundReported:
+    """Return what the core of a scheduler receives."""
+    return round_reported("w", round_report(number, run, 0.05))
 
 
 def test_reports_of_a_request_are_those_of_a_real_worker():
@@ -52,16 +48,15 @@ def test_reports_of_a_request_are_those_of_a_real_worker():
         report = reported(number, [request])
         (progress,) = report.progress
 
-        assert report.number == number
         assert (progress.request_id, progress.lease_epoch, progress.position) == (SAMPLED, 3, position)
         assert progress.prefilled == (20 if number == 1 else 0)
-        assert len(progress.token_ids) == progress.accepted + 1
+        assert len(progress.tokens) == progress.accepted + 1
         assert report.draft_s + report.verify_s + report.prefill_s == pytest.approx(0.05)
-        position += len(progress.token_ids)
+        position += len(progress.tokens)
         if progress.end:
             break
 
-    assert progress.end == gateway_pb.RequestEnd.KIND_STOP
+    assert progress.end is End.STOP
     assert 200 <= position <= 200 + DRAFTED
     assert request.over
 
@@ -74,20 +69,18 @@ def test_a_report_contains_each_request_once_in_the_order_of_the_round():
     assert [progress.request_id for progress in report.progress] == [request.request_id for request in run]
 
 
-def test_rows_with_nothing_but_tokens_are_columns_with_the_same_content():
-    """For the scheduler both forms of a report are one, from the first round with its prefill to the end."""
-    in_messages, in_columns = ([held(f"s0.{number}", end=9) for number in range(8)] for _ in range(2))
+def test_rows_with_nothing_but_tokens_are_columns():
+    """From the round after the prefill to the one before the end."""
+    run = [held(f"s0.{number}", end=9) for number in range(8)]
     forms = []
-    for number in range(1, 4):
-        as_messages = reported(number, [one for one in in_messages if not one.over])
-        as_columns = reported(number, [one for one in in_columns if not one.over], columns=True)
-        forms.append(as_columns.HasField("plain"))
-        wanted, got = round_reported("w", as_messages), round_reported("w", as_columns)
-        by_id = {one.request_id: one for one in got.progress}
-        assert [by_id[one.request_id] for one in wanted.progress] == list(wanted.progress)
-        assert len(got.progress) == len(wanted.progress)
+    while run:
+        report = round_report(1, run, 0.05)
+        forms.append((bool(report.progress), len(report.plain.request_ids)))
+        assert len(report.progress) + len(report.plain.request_ids) == len(run)
+        run = [one for one in run if not one.over]
 
-    assert forms[:2] == [False, True]
+    assert forms[:2] == [(True, 0), (False, 8)]
+    assert forms[-1][0]
 
 
 def test_a_delivery_of_several_rounds_is_the_arrival_of_each():
@@ -105,13 +98,6 @@ def test_tokens_that_have_not_arrived_count_with_the_time_that_they_have_waited(
     samples = [Sample(SAMPLED, 0, 10.0), Sample(SAMPLED, 3, 11.0)]
 
     assert join(samples, arrivals, until_s=20.0) == Latencies([500.0, 9000.0], not_arrived=1)
-
-
-def test_percentiles_are_latencies_of_samples():
-    latencies = Latencies([float(ms) for ms in range(1, 201)], not_arrived=0)
-
-    assert [latencies.percentile_ms(percent) for percent in (50, 90, 99, 100)] == [100, 180, 198, 200]
-    assert Latencies([7.0], not_arrived=0).percentile_ms(50) == 7.0
 
 
 def test_a_small_run_processes_the_reports_and_joins_the_samples(tmp_path):
