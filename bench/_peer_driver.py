@@ -11,21 +11,11 @@ The engine works inside this process: its CPU time is that of all threads of the
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def open_channel() -> Any:
-    """Return the channel of the answers: the original stdout, while all output of
-    libraries goes to stderr.
-    """
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return channel
 
 
 def convert(setup: dict[str, Any]) -> None:
@@ -45,21 +35,23 @@ def load(setup: dict[str, Any]) -> Any:
     """Return the engine that the setup names."""
     from bench._peer_engines.llamacpp import LlamaCpp
     from bench._peer_engines.openvino import OpenVino
+    from bench._peer_engines.ours import Ours
     from bench._peer_engines.vllm import Vllm
 
-    return {"vllm": Vllm, "openvino": OpenVino, "llamacpp": LlamaCpp}[setup["engine"]](setup)
+    return {"ours": Ours, "vllm": Vllm, "openvino": OpenVino, "llamacpp": LlamaCpp}[setup["engine"]](setup)
 
 
 def main() -> None:
     """Run the engine that the setup names."""
-    # The folder of this file would hide packages, such as that of vllm; the checkout comes after all others.
+    setup = json.loads(Path(sys.argv[1]).read_text())
+    # The folder of this file would hide packages, such as that of vllm; the checkout comes after all others, and
+    # before them for our own engine.
     sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != ROOT / "bench"]
-    sys.path.append(str(ROOT))
+    sys.path.insert(0 if setup["engine"] == "ours" else len(sys.path), str(ROOT))
     from bench._peer_engines.engine import Refused
-    from bench._peer_engines.loops import send, serve
+    from bench._peer_engines.loops import open_channel, send, serve
 
     channel = open_channel()
-    setup = json.loads(Path(sys.argv[1]).read_text())
     try:
         if setup["task"] == "convert":
             convert(setup)

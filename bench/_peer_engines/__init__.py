@@ -1,2 +1,2 @@
-"""Other engines, as `bench/_peer_driver.py` runs them in interpreters of their own: nothing here imports more
+"""Engines, as `bench/_peer_driver.py` runs them in interpreters of their own: nothing here imports more
 than the standard library and the engine."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from bench._peer_engines.engine import PeerEngine
@@ -111,24 +112,33 @@ class Steps:
 
 
 def serve(engine: PeerEngine, setup: dict[str, Any], channel: Any) -> None:
-    """Answer questions until stdin ends, each with one line: about steps if that is the setup's task, else about cells."""
-    send(channel, {"ready": engine.version})
+    """Answer questions until stdin ends: about steps if that is the setup's task, else about cells."""
     if setup["task"] == "steps":
         steps = Steps(engine, setup["prompts"], setup["long_prompt"])
         actions = {one.__name__: one for one in (steps.start, steps.decode, steps.finish, steps.prefill)}
-        for asked in _questions():
-            send(channel, actions[asked["do"]](asked))
+        answer_all(channel, engine.version, lambda asked: actions[asked["do"]](asked))
     else:
-        for asked in _questions():
-            prompts = setup["prompts"][asked["cell"]]
-            send(channel, generate(engine, prompts, asked["batch"], setup["tokens"]))
+        answer_all(
+            channel,
+            engine.version,
+            lambda asked: generate(engine, setup["prompts"][asked["cell"]], asked["batch"], setup["tokens"]),
+        )
+
+
+def open_channel() -> Any:
+    """Return the channel of the answers: the original stdout, while all output of libraries goes to stderr."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return channel
+
+
+def answer_all(channel: Any, version: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Tell that all is loaded, and answer each line of stdin with one line until it ends."""
+    send(channel, {"ready": version})
+    for line in sys.stdin:
+        send(channel, answer(json.loads(line)))
 
 
 def send(channel: Any, answer: dict[str, Any]) -> None:
     """Write one line."""
     print(json.dumps(answer), file=channel, flush=True)
-
-
-def _questions() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)

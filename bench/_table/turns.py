@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
@@ -15,11 +14,10 @@ from typing import Any
 
 from bench._peers import DRIVER, Peer, PeerFailed
 from bench._table import models
-from bench._table.homes import ROOT, interpreter
+from bench._table.homes import interpreter
 from bench._table.plan import MAX_LENGTH, OURS, PREFILL, QUANTIZED, Entry, Session, threads_in_words
 from bench.report import progress
 
-OURS_DRIVER = "bench._table.ours"
 SETTLE_S = 0.3
 """Pause before each measurement on several threads: those of the engine before it spin for a while."""
 SPARE_TOKENS = 16
@@ -42,9 +40,9 @@ def run(session: Session, options: argparse.Namespace, scratch: Path) -> dict[En
         running: dict[Entry, Peer] = {}
         for entry, measured in found.items():
             try:
-                setup, command, environment = _setup(session, entry, options)
+                python, setup = _setup(session, entry, options)
                 name = f"{entry}, {threads_in_words(entry.threads)}"
-                running[entry] = stack.enter_context(Peer([*command], setup, scratch, name, environment))
+                running[entry] = stack.enter_context(Peer([python, str(DRIVER)], setup, scratch, name))
             except (PeerFailed, OSError) as error:
                 _leave_out(entry, measured, error)
         for entry, peer in list(running.items()):
@@ -111,28 +109,23 @@ def prepare(session: Session, options: argparse.Namespace) -> None:
             _setup(session, entry, options)
 
 
-def _setup(
-    session: Session, entry: Entry, options: argparse.Namespace
-) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return the setup of an engine, its command and what it needs in the environment."""
+def _setup(session: Session, entry: Entry, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the interpreter of an engine, and its setup."""
     source = models.directory(session.model, options.cache, options.seed)
-    if entry.engine == OURS:
-        command = [sys.executable, "-P", "-m", OURS_DRIVER]
-        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        place = None
-    else:
+    python, place = sys.executable, None
+    if entry.engine != OURS:
         python = interpreter(entry.engine, getattr(options, entry.engine), options.cache)
-        command, environment = [python, str(DRIVER)], {}
         place = models.converted(source, session.model, entry, python, options.cache)
+    quantized = entry.precision in QUANTIZED
     slots = max((task for task in session.tasks if isinstance(task, int)), default=1)
     short, long = models.prompts(session.model, source, slots, options.seed)
-    setup = {
+    return python, {
         "task": "steps",
         "engine": entry.engine,
         "target": str(source),
         "converted_target": None if place is None else str(place),
-        "precision": entry.precision,
-        "dtype": "bfloat16" if entry.precision in QUANTIZED else entry.precision,
+        "quantization": entry.precision if quantized else "none",
+        "dtype": "bfloat16" if quantized else entry.precision,
         "threads": entry.threads,
         "max_length": MAX_LENGTH,
         "slots": slots,
@@ -142,7 +135,6 @@ def _setup(
         "prompts": short,
         "long_prompt": long,
     }
-    return setup, command, environment
 
 
 def _leave_out(entry: Entry, measured: Measured, error: Exception) -> None:

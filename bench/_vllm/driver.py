@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench._peer_engines.loops import answer_all, open_channel
 from bench._vllm.computed_driver import ComputedRuns
 from bench._vllm.in_core import (
     LITTLE_MEMORY,
@@ -269,17 +269,12 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def main() -> None:
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    channel = open_channel()
     import vllm
 
     setup = json.loads(Path(sys.argv[1]).read_text())
     answers: Any = KINDS[setup["kind"]](setup)
-    print(json.dumps({"ready": vllm.__version__}), file=channel, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        answer = getattr(answers, asked["task"])(asked)
-        print(json.dumps(answer), file=channel, flush=True)
+    answer_all(channel, vllm.__version__, lambda asked: getattr(answers, asked["task"])(asked))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench._engine.options import QUICK_BATCHES, TABLE_BATCHES, arguments
-from bench._peer_engines.engine import Refused
+from bench._peer_engines.ours import Ours
 from bench._peers import PeerFailed
-from bench._table import homes, models, ours
+from bench._table import homes, models
 from bench._table.goals import BY_TWO_THREADS, DECODE, PREFILLED, WITH_QUANTIZED, goals
 from bench._table.homes import interpreter
 from bench._table.plan import (
@@ -265,14 +265,10 @@ def test_more_threads_than_the_machine_has_and_no_time_are_told_and_not_measured
     assert {row["not_run"] for row in found["rows"]} == {"no time was left: --minutes -1"}
 
 
-def test_weights_that_our_engine_does_not_have_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ours, "WEIGHTS_OPTION", "no_such_option")
-    with pytest.raises(Refused, match="this engine has no int4 weights"):
-        ours._options({"precision": "int4", "threads": 1, "slots": 1, "max_length": 8})
-
-
 def test_our_engine_decodes_greedily_to_the_limit_and_lets_go_of_the_request():
-    engine = ours.OurEngine({"target": str(DEMO / "target"), "precision": "float32", "threads": 1, "slots": 2, "max_length": 64})  # fmt: skip
+    engine = Ours(
+        {"target": str(DEMO / "target"), "dtype": "float32", "quantization": "none", "threads": 1, "slots": 2, "max_length": 64}
+    )  # fmt: skip
     engine.add(0, [5, 6, 7], 4)
     engine.add(1, [5, 6, 7], 4)
     outputs: dict[int, list[int]] = {0: [], 1: []}

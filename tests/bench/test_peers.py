@@ -17,7 +17,6 @@ from bench._peers import Peer, PeerFailed, cell_name, setups, taken
 ECHO = """
 import sys
 sys.path.insert(0, {root!r})
-from bench import _peer_driver
 
 class Echo:
     version = "1.0"
@@ -38,8 +37,8 @@ class Echo:
         return found
 
 import json, pathlib
-from bench._peer_engines.loops import send, serve
-channel = _peer_driver.open_channel()
+from bench._peer_engines.loops import open_channel, send, serve
+channel = open_channel()
 setup = json.loads(pathlib.Path(sys.argv[1]).read_text())
 if setup.get("refuses"):
     send(channel, {{"refused": "no such weights"}})
