@@ -15,25 +15,19 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import grpc
 
 from demo.prompts import KINDS, demo_prompts
-from laps_sd.contract.limits import MAX_STOP_CHARACTERS
 from laps_sd.errors import describe
 from laps_sd.service.ends import reason_text
 from laps_sd.v1 import inference_pb2 as pb
-from simulator.traces import read_trace
 
 LEAD_S = 0.2
 """Seconds from the start of a run to the first send, so that the first is not late."""
 TEMPERATURE = 0.8
 """Temperature of all requests. At 0 the demo pair loops on prose and logs until the limit, at 0.8 its own end
 token decides the lengths."""
-MAX_TRACED_TOKENS = 480
-"""Upper bound of the prompt and of the output of a traced request: the demo pair knows positions up to
-1022."""
 
 OWN_ENDS = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP_SEQUENCE)
 
@@ -60,49 +54,6 @@ def draw_requests(seed: int, count: int, max_tokens: int) -> list[pb.GenerateReq
         request.sampling.seed = rng.randrange(1 << 32)
         requests.append(request)
     return requests
-
-
-def traced_requests(path: Path, seed: int, count: int) -> tuple[list[pb.GenerateRequest], list[float]]:
-    """Return a window of a recorded trace that the seed chooses: requests of its lengths (cut to
-    `MAX_TRACED_TOKENS`), and their arrival times, in seconds from the first. Prompts are texts of the demo
-    pair's kinds, joined. The lengths are limits here; `ended_by_itself` hides them from the scheduler.
-    """
-    rng = random.Random(f"serve/trace/{seed}")
-    rows = _trace(path)
-    first = rng.randrange(max(1, len(rows) - count + 1))
-    rows = rows[first : first + count]
-    requests = []
-    for row in rows:
-        request = pb.GenerateRequest(workload_class="trace")
-        length = min(MAX_TRACED_TOKENS, max(1, row.input_tokens))
-        request.token_ids.ids.extend(draw_ids(rng, length))
-        request.sampling.max_tokens = min(MAX_TRACED_TOKENS, row.output_tokens)
-        request.sampling.ignore_eos = True
-        request.sampling.temperature = TEMPERATURE
-        request.sampling.seed = rng.randrange(1 << 32)
-        requests.append(request)
-    return requests, [row.arrival_s - rows[0].arrival_s for row in rows]
-
-
-def ended_by_itself(request: pb.GenerateRequest, text: str) -> pb.GenerateRequest:
-    """Return a traced request that ends where it ended when `text` was its output, and not by its limit.
-
-    A limit says how long its request is, and nothing about the lengths of others: a scheduler would know the
-    first and could not learn the second. The end of the text is a stop string instead; the seed makes the
-    text the same each time. A request stays as it is if all ends of its text occur in it before, or its limit
-    is `MAX_TRACED_TOKENS`.
-    """
-    own = pb.GenerateRequest()
-    own.CopyFrom(request)
-    ends = (text[-length:] for length in range(1, min(len(text), MAX_STOP_CHARACTERS) + 1))
-    unique = next((end for end in ends if text.find(end) == len(text) - len(end)), None)
-    if unique is not None and request.sampling.max_tokens < MAX_TRACED_TOKENS:
-        own.sampling.stop.append(unique)
-        own.sampling.max_tokens = MAX_TRACED_TOKENS
-    return own
-
-
-_trace = cache(read_trace)
 
 
 def draw_ids(rng: random.Random, length: int) -> list[int]:
@@ -132,13 +83,6 @@ def poisson_times(seed: int, count: int, gap_s: float) -> list[float]:
     gaps = [rng.expovariate(1.0) for _ in range(count - 1)]
     stretch = gap_s * len(gaps) / (sum(gaps) or 1.0)
     return [0.0, *itertools.accumulate(gap * stretch for gap in gaps)]
-
-
-def stretched(times_s: Sequence[float], gap_s: float) -> list[float]:
-    """Return the same pattern with this average gap."""
-    whole_s = times_s[-1] - times_s[0]
-    factor = gap_s * (len(times_s) - 1) / whole_s if whole_s else 1.0
-    return [(time_s - times_s[0]) * factor for time_s in times_s]
 
 
 def digest(requests: Sequence[pb.GenerateRequest], due_s: Sequence[float]) -> str:

@@ -33,7 +33,7 @@ Examples:
   laps-sd bench serve --predictor none --policy fcfs --policy laps-sd
   laps-sd bench serve --regime multi-turn --seeds 4     conversations on three workers, by placement
   laps-sd bench serve --regime multi-turn --seeds 4 --json turns.json --resume --runs 1     one run more
-  laps-sd bench serve --trace day.csv --load 0.9 --predictor 1.0 --json serve.json --figure serve.svg
+  laps-sd bench serve --json serve.json --figure serve.svg
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import time
 from collections.abc import Sequence
 
 from bench._serve import multi_turn
-from bench._serve.goals import Goals, verdicts
+from bench._serve.goals import verdicts
 from bench._serve.options import arguments
 from bench._serve.results import counted, rows_of, run_row
 from bench._serve.runs import measure
@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     by = counted(runs)
     rows = rows_of(by, runs)
-    found = verdicts(
-        by, Goals(fcfs=options.goal_fcfs, srpt=options.goal_srpt, simulated=options.goal_simulated)
-    )
+    found = verdicts(by)
     show(rows, lengths, found, runs)
     if options.figure is not None:
         from bench.figures import ratios

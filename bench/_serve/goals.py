@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from bench._serve.cases import Case
@@ -16,16 +15,7 @@ GOAL_SRPT = 1.05
 GOAL_SIMULATED = 0.15
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goals:
-    """Goals of the benchmark."""
-
-    fcfs: float = GOAL_FCFS
-    srpt: float = GOAL_SRPT
-    simulated: float = GOAL_SIMULATED
-
-
-def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
+def verdicts(by: By) -> list[dict[str, Any]]:
     """Return each goal that the runs can judge, with its result."""
     found: list[dict[str, Any]] = []
 
@@ -48,7 +38,7 @@ def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
 
     for case in dict.fromkeys(case for case, _ in by):
         policies = [policy for at, policy in by if at == case]
-        for of, most in (("fcfs", goals.fcfs), ("srpt-length", goals.srpt)):
+        for of, most in (("fcfs", GOAL_FCFS), ("srpt-length", GOAL_SRPT)):
             if case.scenario in CROWDED and {"laps-sd", of} <= set(policies):
                 one = ratio(by, case, "laps-sd", of)
                 add(
@@ -77,8 +67,8 @@ def verdicts(by: By, goals: Goals) -> list[dict[str, Any]]:
                 f"{policy} / fcfs as simulated",
                 one,
                 shown,
-                f"within {goals.simulated:.0%}",
-                abs(off) <= goals.simulated,
+                f"within {GOAL_SIMULATED:.0%}",
+                abs(off) <= GOAL_SIMULATED,
             )
     return found
 

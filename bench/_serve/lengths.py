@@ -58,11 +58,5 @@ def estimates(load: Workload) -> list[Estimated]:
 
 
 def prompt_of(request: pb.GenerateRequest) -> str:
-    """Return the prompt, whatever form it has."""
-    match request.WhichOneof("prompt"):
-        case "text":
-            return request.text
-        case "messages":
-            return request.messages.messages[-1].content
-        case _:
-            return str(request.token_ids.ids)
+    """Return the prompt, as a text or a chat."""
+    return request.text or request.messages.messages[-1].content

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench._serve.cases import sigma_of
-from bench._serve.goals import Goals
 from bench._serve.workloads import LOADS
 from bench.report import command_line
 from scheduler_svc.core.policies import POLICIES
@@ -48,9 +47,6 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
     parser.add_argument(
         "--seeds", type=int, default=6, help="independent sets of requests and arrivals (default 6)"
     )
-    parser.add_argument(
-        "--turns", type=int, default=1, help="runs of every policy with each seed (default 1)"
-    )
     parser.add_argument("--slots", type=int, default=1, help="requests in a round of the worker (default 1)")
     parser.add_argument(
         "--round-ms",
@@ -71,21 +67,11 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         "--warm-up", type=int, default=200, help="requests that teach the priors (default 200)"
     )
     parser.add_argument(
-        "--trace", type=Path, help="arrivals and lengths from a CSV arrival_s,input_tokens,output_tokens"
-    )
-    parser.add_argument(
-        "--load", type=float, help="stretch the trace's arrivals to this load (default: as they stand)"
-    )
-    parser.add_argument(
         "--figure", type=Path, help="draw measured and simulated ratios into this .png or .svg"
     )
     parser.add_argument("--engine", choices=("demo", "fake"), default="demo", help=argparse.SUPPRESS)
-    for name in ("fcfs", "srpt", "simulated"):
-        parser.add_argument(
-            f"--goal-{name}", type=float, default=getattr(Goals(), name), help=argparse.SUPPRESS
-        )
     options = parser.parse_args(argv)
-    for name in ("requests", "seeds", "turns", "slots", "max_tokens", "warm_up"):
+    for name in ("requests", "seeds", "slots", "max_tokens", "warm_up"):
         least = 2 if name in ("requests", "warm_up") else 1
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
@@ -97,15 +83,7 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         parser.error("--resume and --runs are options of --regime multi-turn")
     if not 0 <= options.round_ms <= 1000:
         parser.error("--round-ms must be from 0 to 1000")
-    if options.load is not None and (options.trace is None or options.load <= 0):
-        parser.error("--load needs --trace, and must be more than 0")
-    if options.trace is not None and options.scenario:
-        parser.error("--trace is a scenario of its own: leave out --scenario")
-    if options.trace is not None and options.engine == "fake":
-        parser.error("--trace ends requests by stop strings, which the fake engine does not know")
-    options.scenario = (
-        ["trace"] if options.trace is not None else list(dict.fromkeys(options.scenario or LOADS))
-    )
+    options.scenario = list(dict.fromkeys(options.scenario or LOADS))
     options.predictor = list(dict.fromkeys(options.predictor or DEFAULT_SIGMAS))
     options.policy = list(dict.fromkeys(options.policy or ALL_POLICIES))
     return options

@@ -33,12 +33,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one policy in one turn of one seed."""
+    """Result of one policy with one seed."""
 
     case: Case
     policy: str
     seed: int
-    turn: int
     found: Figures
     predicted_mean_s: float
     busy_ratio: float
@@ -57,21 +56,21 @@ class Measured:
         return self.busy_ratio > 1 + DRIFT
 
 
-By = Mapping[tuple[Case, str], Mapping[tuple[int, int], Measured]]
-"""Runs that count, by (case, policy), then by (seed, turn)."""
+By = Mapping[tuple[Case, str], Mapping[int, Measured]]
+"""Runs that count, by (case, policy), then by seed."""
 
 
-def counted(runs: Sequence[Measured]) -> dict[tuple[Case, str], dict[tuple[int, int], Measured]]:
-    found: dict[tuple[Case, str], dict[tuple[int, int], Measured]] = {}
+def counted(runs: Sequence[Measured]) -> dict[tuple[Case, str], dict[int, Measured]]:
+    found: dict[tuple[Case, str], dict[int, Measured]] = {}
     for run in runs:
         own = found.setdefault((run.case, run.policy), {})
         if not run.failures:
-            own[run.seed, run.turn] = run
+            own[run.seed] = run
     return found
 
 
 def ratio(by: By, case: Case, policy: str, of: str, *, simulated: bool = False) -> Interval | None:
-    """Return the ratio of the mean latencies, over pairs of the same seed and turn. Return None without a
+    """Return the ratio of the mean latencies, over pairs of the same seed. Return None without a
     pair; one pair alone shows no spread, so its interval has no ends.
     """
     ours, theirs = by.get((case, policy), {}), by.get((case, of), {})
@@ -134,7 +133,6 @@ def run_row(run: Measured) -> dict[str, Any]:
         "hints": run.case.hints,
         "policy": run.policy,
         "seed": run.seed,
-        "turn": run.turn,
         "mean_s": None if run.failures else run.found.mean_s,
         "simulated_mean_s": run.predicted_mean_s,
         "busy_ratio": run.busy_ratio,

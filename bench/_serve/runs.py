@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench._replay import draw_requests, ended_by_itself, traced_requests
+from bench._replay import draw_requests
 from bench._serve.cases import Case
 from bench._serve.lengths import lengths_row
 from bench._serve.results import Figures, Measured
@@ -24,21 +24,15 @@ REPEATS = 2
 
 async def measure(options: argparse.Namespace) -> tuple[list[Measured], list[dict[str, Any]]]:
     """Calibrate, then run everything. Return the runs, and a row on the lengths with each kind of hints."""
-    sets: list[tuple[list[pb.GenerateRequest], list[float] | None]] = []
-    for seed in range(1, options.seeds + 1):
-        if options.trace is not None:
-            sets.append(traced_requests(options.trace, seed, options.requests))
-        else:
-            sets.append((draw_requests(seed, options.requests, options.max_tokens), None))
+    seeds = range(1, options.seeds + 1)
+    sets = [draw_requests(seed, options.requests, options.max_tokens) for seed in seeds]
     began_s = time.monotonic()
     progress("starting the stack")
     round_s = options.round_ms / 1000 if options.engine == "demo" else 0.0
     with ServedStack(slots=options.slots, engine=options.engine, round_s=round_s) as stack:
-        if options.trace is not None:
-            sets = [(await without_limits(stack, requests), times_s) for requests, times_s in sets]
         calibration = await calibrate(
             stack,
-            [requests for requests, _ in sets],
+            sets,
             warm_up=options.warm_up,
             max_tokens=options.max_tokens,
             sigmas=options.predictor,
@@ -51,18 +45,16 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], list[dic
             for sigma in options.predictor
         ]
         plan = [
-            (Case(scenario, sigma), seed, turn, policy)
-            for place, (seed, turn) in enumerate(
-                (s, t) for s in range(1, options.seeds + 1) for t in range(options.turns)
-            )
+            (Case(scenario, sigma), seed, policy)
+            for seed in seeds
             for scenario in options.scenario
             for sigma in options.predictor
-            for policy in in_turn(options.policy, place)
+            for policy in in_turn(options.policy, seed - 1)
         ]
         found = []
         began_s = time.monotonic()
-        for number, (case, seed, turn, policy) in enumerate(plan, start=1):
-            one = await undisturbed(stack, calibration, loads[case, seed], seed, turn, policy)
+        for number, (case, seed, policy) in enumerate(plan, start=1):
+            one = await undisturbed(stack, calibration, loads[case, seed], seed, policy)
             found.append(one)
             left_s = (time.monotonic() - began_s) / number * (len(plan) - number)
             said = (
@@ -80,22 +72,14 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], list[dic
 
 def lengths_of(
     loads: Mapping[tuple[Case, int], Workload],
-    sets: Sequence[tuple[list[pb.GenerateRequest], list[float] | None]],
+    sets: Sequence[list[pb.GenerateRequest]],
     case: Case,
     calibration: Calibration,
 ) -> dict[str, Any]:
     """Return the row on the lengths of all requests in this case; requests of other scenarios are the same."""
     own = [load for (of, _), load in loads.items() if of == case]
-    kinds = [request.workload_class for requests, _ in sets for request in requests]
+    kinds = [request.workload_class for requests in sets for request in requests]
     return lengths_row(own, kinds, calibration.warm_up)
-
-
-async def without_limits(stack: ServedStack, requests: list[pb.GenerateRequest]) -> list[pb.GenerateRequest]:
-    """Return traced requests that end by themselves where their limits ended them."""
-    found = await stack.run_alone(requests, "texts of the trace")
-    return [
-        ended_by_itself(request, reply.text) for request, reply in zip(requests, found.replies, strict=True)
-    ]
 
 
 async def undisturbed(
@@ -103,13 +87,12 @@ async def undisturbed(
     calibration: Calibration,
     load: Workload,
     seed: int,
-    turn: int,
     policy: str,
 ) -> Measured:
     """Run once, and repeat the run if it was disturbed."""
     repeats = 0
     while True:
-        one = await measure_one(stack, calibration, load, seed, turn, policy)
+        one = await measure_one(stack, calibration, load, seed, policy)
         if one.failures or not one.disturbed or repeats == REPEATS:
             return dataclasses.replace(one, repeats=repeats)
         repeats += 1
@@ -120,7 +103,6 @@ async def measure_one(
     calibration: Calibration,
     load: Workload,
     seed: int,
-    turn: int,
     policy: str,
 ) -> Measured:
     """Run one policy on one workload."""
@@ -136,7 +118,6 @@ async def measure_one(
         load.case,
         policy,
         seed,
-        turn,
         found or Figures([], 0.0, 0.0, 0.0),
         statistics.fmean(predicted_s),
         run.worker.busy_s / expected_s,

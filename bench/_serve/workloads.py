@@ -6,9 +6,8 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from bench._replay import digest, poisson_times, stretched
+from bench._replay import digest, poisson_times
 from bench._serve.cases import Case
 from bench._serve_stack import Calibration, Truth, hinted, make_jobs
 from laps_sd.v1 import inference_pb2 as pb
@@ -31,34 +30,22 @@ class Workload:
 
 
 def workloads(
-    options: argparse.Namespace, sets: Sequence[Any], calibration: Calibration
+    options: argparse.Namespace, sets: Sequence[list[pb.GenerateRequest]], calibration: Calibration
 ) -> dict[tuple[Case, int], Workload]:
     """Return the workloads by case and seed. Send times are the same with each kind of hints."""
     found = {}
-    for number, (requests, times_s) in enumerate(sets):
-        seed = number + 1
-        truths = calibration.truths[number]
+    for seed, (requests, truths) in enumerate(zip(sets, calibration.truths, strict=True), start=1):
         jobs = make_jobs(requests, truths, [0.0] * len(requests))
         mean_s = statistics.fmean(calibration.machine.service_s(job) for job in jobs)
         for scenario in options.scenario:
-            due_s = due_times(scenario, seed, len(requests), mean_s, times_s, options.load)
+            offered, count = LOADS[scenario], len(requests)
+            due_s = [0.0] * count if offered is None else poisson_times(seed, count, mean_s / offered)
             for sigma in options.predictor:
                 case, ready = Case(scenario, sigma), hinted(requests, truths, sigma, seed)
                 found[case, seed] = Workload(
                     case, ready, due_s, truths, calibration.priors[sigma], digest(ready, due_s)
                 )
     return found
-
-
-def due_times(
-    scenario: str, seed: int, count: int, mean_s: float, traced_s: Sequence[float] | None, load: float | None
-) -> list[float]:
-    """Return the send times, ascending, in seconds from the start."""
-    if scenario == "trace":
-        assert traced_s is not None
-        return stretched(traced_s, mean_s / load) if load else list(traced_s)
-    offered = LOADS[scenario]
-    return [0.0] * count if offered is None else poisson_times(seed, count, mean_s / offered)
 
 
 def in_turn(policies: Sequence[str], place: int) -> list[str]:
