@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import math
 import statistics
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._simulations import add_arguments, run_all
-from bench.report import columns, command_line, finish, interval, quantile, ratio_interval, table, told
+from bench.report import about, columns, command_line, finish, interval, quantile, ratio_interval, table, told
 from scheduler_svc.core.policies import POLICIES, policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
@@ -311,22 +310,9 @@ def chosen_target(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return None if best is None else best["target"]
 
 
-def about(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+def facts(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Return the facts of the run that the rows do not contain."""
-    said = [f"--targets {text}" for text in options.targets or ()]
-    for name, usual in (
-        ("start_s", START_S),
-        ("policy", "laps-sd"),
-        ("predictor", "0.3"),
-    ):
-        value = getattr(options, name)
-        if value != usual:
-            said.append(f"--{name.replace('_', '-')} {value}")
     return {
-        "command": " ".join(
-            ["laps-sd bench autoscale", *said, f"--seeds {options.seeds} --requests {options.requests}"]
-        ),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "trace": Path(workload.arrivals.file).name,
         "machine": dataclasses.asdict(MACHINE),
         "scaling": {
@@ -370,7 +356,9 @@ def main(given: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - began_s) / 60
     return finish(
         rows + compared,
-        about=about(options, workload) | {"chosen_target": chosen_target(rows)},
+        about=about("autoscale", sys.argv[1:] if given is None else given)
+        | facts(options, workload)
+        | {"chosen_target": chosen_target(rows)},
         json_file=options.json,
         summary=f"devices for equal p99: {said}; target {chosen_target(rows)}; {options.seeds} windows, "
         f"{minutes:.1f} minutes",

@@ -5,7 +5,6 @@ Every policy runs the same jobs (paired by seed); each figure is a ratio to FCFS
 machine, and what must hold there. The command exits non-zero when an expectation of a regime that ran fails.
 
 Examples:
-  laps-sd bench policy --regime chat --details
   laps-sd bench policy --regime chat --loads 0.5,0.7,0.8,0.9 --figure chat.svg
   laps-sd bench policy --regime all --data ../shared/data --json policy.json
   laps-sd bench policy --trace day.csv --predictor 1.0 --batch 32 --workers 4 --load 0.9 --policy fcfs --policy laps-sd
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import sys
 import time
@@ -23,19 +21,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench._policy.judge import judged
-from bench._policy.options import arguments, command_of, regimes_of
+from bench._policy.options import arguments, regimes_of
 from bench._policy.regime import Regime
 from bench._policy.rows import at_loads, rows_of, short, sweep_rows
 from bench._policy.run import run_regimes
-from bench._policy.tables import show, show_details, show_verdicts
-from bench.report import finish
+from bench._policy.tables import show, show_verdicts
+from bench.report import about, finish
 
 
-def about(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, Any]:
+def facts(options: argparse.Namespace, regimes: Sequence[Regime]) -> dict[str, Any]:
     """Return the facts of the run that the rows do not contain."""
     return {
-        "command": command_of(options),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seeds": options.seeds,
         "regimes": {
             regime.name: {
@@ -73,15 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for regime in regimes:
         own = rows_of(regime, runs, options.seeds)
         show(regime.name, regime.title, own)
-        if options.details:
-            show_details(regime.name, own)
         rows += own
         verdicts += judged(regime, runs)
     if verdicts:
         show_verdicts(verdicts)
     rows += [{"kind": "verdict", **verdict} for verdict in verdicts]
     rows += itertools.chain.from_iterable(sweep_rows(*each, runs) for each in swept)
-    told = about(options, regimes)
+    told = about("policy", sys.argv[1:] if argv is None else argv) | facts(options, regimes)
     missed = [verdict for verdict in verdicts if not verdict["met"]]
     if options.figure is not None:
         from bench.figures import draw_policy  # only here: the figure's library is an extra

@@ -24,7 +24,7 @@ _T975 = (
 
 PATHS = {
     "--vllm": "PYTHON", "--openvino": "PYTHON", "--llamacpp": "PYTHON", "--cache": "DIR",
-    "--compiled": "DIR", "--lengths": "FILE", "--logs": "DIR",
+    "--compiled": "DIR", "--lengths": "FILE", "--logs": "DIR", "--trace": "FILE",
 }  # fmt: skip
 """Options of benchmarks with a path of this machine, and what results have in its place."""
 
@@ -140,12 +140,13 @@ def command_line(benchmark: str, description: str | None) -> argparse.ArgumentPa
 
 def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the description of a run for its results file: the date, and the command without paths of this
-    machine, and without the options for its results and for the pieces in which it was made.
+    machine, and without the options for its results, for the folder of recordings, and for the pieces and processes in
+    which it was made.
     """
     said, options = ["laps-sd bench", benchmark], iter(given)
     for option in options:
         name, equals, _ = option.partition("=")
-        if name in ("--json", "--figure", "--runs"):
+        if name in ("--json", "--figure", "--runs", "--data", "--processes"):
             if not equals:
                 next(options, None)
         elif name in PATHS:

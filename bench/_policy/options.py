@@ -12,7 +12,7 @@ from bench._simulations import add_arguments
 from bench.report import command_line
 from scheduler_svc.core.policies import POLICIES
 from simulator.routers import ROUTERS
-from simulator.workload import AcceptanceModel, Arrivals, Predictor
+from simulator.workload import Arrivals, Predictor
 
 CACHES = "cache-"
 """Beginning of the names of regimes that compare placements, which `--regime caches` runs and `all` does not."""
@@ -47,14 +47,8 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         type=Path,
         help="arrivals and lengths from a file: CSV arrival_s,input_tokens,output_tokens or Mooncake",
     )
-    parser.add_argument("--acceptance", type=Path, help="replay recorded rounds from a file (JSON lines)")
     parser.add_argument(
         "--predictor", help="error of the length prediction: sigma of its logarithm (0.3, 1.0, …), or none"
-    )
-    parser.add_argument(
-        "--details",
-        action="store_true",
-        help="also tell levels, perceptibility and errors of the estimates",
     )
     parser.add_argument(
         "--figure",
@@ -99,22 +93,6 @@ def loads_of(text: str) -> tuple[str, list[float]]:
     return name, loads
 
 
-def command_of(options: argparse.Namespace) -> str:
-    """Return the command that reproduces these figures: all that determines them, and nothing about the
-    machine it ran on.
-    """
-    said = [("regime", name) for name in options.regime or ["chat"]]
-    said += [("policy", spec) for spec in options.policy or ()]
-    for name in ("requests", "load", "batch", "workers", "trace", "acceptance", "predictor"):
-        value = getattr(options, name)
-        if value is not None:
-            said.append((name.replace("_", "-"), value.name if isinstance(value, Path) else value))
-    said += [("seeds", options.seeds)]
-    for name, loads in options.loads:
-        said.append(("loads", f"{name}:" * bool(name) + ",".join(f"{load:g}" for load in loads)))
-    return " ".join(["laps-sd bench policy", *(f"--{name} {value}" for name, value in said)])
-
-
 def regimes_of(options: argparse.Namespace) -> list[Regime]:
     """Return the requested regimes, as changed by the options. A changed regime has no expectations."""
     wanted = options.regime or ["chat"]
@@ -138,7 +116,7 @@ def regimes_of(options: argparse.Namespace) -> list[Regime]:
 def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
     """Return the regime as changed by the options."""
     workload, machine = regime.workload, regime.machine
-    arrivals, predictor, kinds = workload.arrivals, workload.predictor, workload.kinds
+    arrivals, predictor = workload.arrivals, workload.predictor
     if options.trace is not None:
         arrivals = Arrivals(process="trace", file=str(options.trace.absolute()), load=arrivals.load)
     if options.load is not None:
@@ -148,16 +126,12 @@ def adapted(regime: Regime, options: argparse.Namespace) -> Regime:
         predictor = (
             Predictor(kind="noisy", sigma=float(options.predictor)) if known else Predictor(kind="none")
         )
-    if options.acceptance is not None:
-        replay = AcceptanceModel(kind="recorded", file=str(options.acceptance.absolute()))
-        kinds = tuple(dataclasses.replace(kind, acceptance=replay) for kind in kinds)
     if options.batch is not None:
         machine = dataclasses.replace(machine, slots=options.batch)
     workload = dataclasses.replace(
         workload,
         arrivals=arrivals,
         predictor=predictor,
-        kinds=kinds,
         requests=options.requests or workload.requests,
     )
     changed = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Output of `laps-sd bench policy`: one table of each regime, details of it, the expectations."""
+"""Output of `laps-sd bench policy`: one table of each regime, and the expectations."""
 
 from __future__ import annotations
 
@@ -31,57 +31,6 @@ def show(name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     ]
     table(f"{name}: {title}", shown, width=WIDTH)
-    print()
-
-
-def show_details(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print levels, perceptibility and errors of the estimates, as far as a policy has them."""
-    levels = [
-        {
-            "policy": row["policy"],
-            "level": int(level),
-            "of the time": f"{seconds / sum(row['level_s'].values()):.1%}",
-            "requests": f"{row['level_requests'][level]:.0f}",
-        }
-        for row in rows
-        for level, seconds in row["level_s"].items()
-        if len(row["level_s"]) > 1
-    ]
-    if levels:
-        table(f"{name}: levels (who ran in several counts in each)", levels, width=WIDTH)
-    known = [
-        {
-            "policy": row["policy"],
-            "at arrival": f"{row['perceptible_at_arrival_share']:.1%}",
-            "ever": f"{row['perceptible_share']:.1%}",
-            "rounds until then, mean": row["perceptible_after_rounds"],
-            "p50": row["perceptible_after_rounds_p50"],
-            "p90": row["perceptible_after_rounds_p90"],
-        }
-        for row in rows
-        if row["perceptible_after_rounds"] is not None
-    ]
-    if known:
-        table(f"{name}: perceptible (at arrival = after 0 rounds)", known, width=WIDTH)
-    wrong = [
-        {
-            "policy": row["policy"],
-            "said at": found["moment"],
-            "length from": found["basis"],
-            "requests": found["requests"],
-            "actual / predicted": found["actual_s"] / found["predicted_s"],
-            "p10": found["ratio_p10"],
-            "p50": found["ratio_p50"],
-            "p90": found["ratio_p90"],
-            "rms of ln": found["log_rms"],
-        }
-        for row in rows
-        if row["policy"] != "oracle"
-        for found in row["estimates"]
-    ]
-    if wrong:
-        title = f"{name}: remaining service, actual over predicted (sums of all, and by request)"
-        table(title, wrong, width=WIDTH)
     print()
 
 
