@@ -63,12 +63,11 @@ PAIRS: dict[str, tuple[Shape, Shape]] = {
 }
 
 
-def random_model(shape: Shape, *, dtype: Any, device: str, seed: int, max_length: int) -> Any:
-    """Return a transformers model with random weights, which never ends a text."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def config_of(shape: Shape, max_length: int, **more: Any) -> Any:
+    """Return transformers' configuration of a decoder."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -78,10 +77,16 @@ def random_model(shape: Shape, *, dtype: Any, device: str, seed: int, max_length
         head_dim=shape.head_size,
         max_position_embeddings=max_length,
         tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **more,
     )
+
+
+def random_model(shape: Shape, *, dtype: Any, device: str, seed: int, max_length: int) -> Any:
+    """Return a transformers model with random weights, which never ends a text."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    config = config_of(shape, max_length, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

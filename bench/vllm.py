@@ -59,7 +59,11 @@ COUNTS = (80, 140, 200)
 """Requests of the bursts in steps."""
 CLOCK_COUNT = 100
 """Requests of a run on the clock."""
-END_TOKEN = 2
+SLOTS, RESIDENTS, TOKENS = 8, 32, 200
+"""Requests of a step and with KV, and tokens of a request, at most; `SHAPE_TOKENS` with a model of a shape."""
+SHAPE_TOKENS = 1024
+LOAD = 0.9
+"""Of the other arrivals, in steps and on the clock."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,10 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kind": "engine",
         "target": str(TARGET_DIR),
         "draft": str(DRAFT_DIR),
-        "ends": [END_TOKEN],
-        "slots": options.slots,
-        "residents": options.residents,
-        "tokens": options.tokens,
+        "slots": SLOTS,
+        "residents": RESIDENTS,
+        "tokens": TOKENS,
         "max_length": MAX_LENGTH,
         "budget": BUDGET,
         "draft_len": DRAFT_LEN,
@@ -82,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     described: dict[str, Any] = {
         **about("vllm", sys.argv[1:] if argv is None else argv),
         "pair": "demo",
-        "slots": options.slots,
-        "residents": options.residents,
+        "slots": SLOTS,
+        "residents": RESIDENTS,
         "draft_len": DRAFT_LEN,
-        "tokens": options.tokens,
-        "load": options.load,
+        "tokens": TOKENS,
+        "load": LOAD,
     }
     rows = []
     partial = options.json and options.json.with_suffix(".partial")
@@ -123,7 +126,7 @@ def _measured(
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
             seeds = range(1, options.seeds + 1)
             in_steps.learn(peer, COUNTS, seeds, folder)
-            yield from in_steps.measure(peer, COUNTS, seeds, options.load, options.slots, folder)
+            yield from in_steps.measure(peer, COUNTS, seeds, LOAD, SLOTS, folder)
     if "speed" in options.parts:
         with _driver(options.vllm, setup, folder, "speed", tree) as peer:
             described |= {"vllm": peer.ready(), "pair_on": peer.ask({"task": "about"})}
@@ -153,7 +156,7 @@ def _measured(
                 for mode in CLOCK
             ]
             seeds = range(101, 101 + options.clock_seeds)
-            yield from on_clock.measure(servers, CLOCK_COUNT, seeds, options.load, setup)
+            yield from on_clock.measure(servers, CLOCK_COUNT, seeds, LOAD, setup)
 
 
 def _on_shape(
@@ -172,8 +175,8 @@ def _on_shape(
         "words": answers.words,
         "slots": options.shape_slots,
         "residents": options.shape_residents,
-        "tokens": options.shape_tokens,
-        "max_length": MOST_PROMPT + options.shape_tokens,
+        "tokens": SHAPE_TOKENS,
+        "max_length": MOST_PROMPT + SHAPE_TOKENS,
         "budget": max(SHAPE_BUDGET, options.shape_residents),
         "little_memory": False,
         "dtype": options.dtype,
@@ -196,7 +199,7 @@ def _on_shape(
         plan = on_shape.Plan(
             count=options.shape_count,
             seeds=range(1, options.shape_seeds + 1),
-            tokens=options.shape_tokens,
+            tokens=SHAPE_TOKENS,
             load=options.shape_load,
             slots=options.shape_slots,
             until_s=began_s + options.shape_seconds,

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from bench._shapes import PAIRS
-from bench._vllm.in_core import model_output, save_learnt, scheduler_for
+from bench._vllm.in_core import core_request, model_output, save_learnt, scheduler_for
 from bench._vllm.shape_driver import (
     LEARN_STEP_S,
     OTHER_TOKEN,
     Run,
     end_at_lengths,
     is_mixed,
-    shape_request,
     take_outputs,
     write_config,
     write_tokenizer,
@@ -185,7 +184,7 @@ class ComputedRuns:
     def _add(self, scheduler: Any, number: int, request: Mapping[str, Any]) -> None:
         from vllm.v1.request import Request
 
-        asked = shape_request(f"{self._runs}-{number}", request, self._tokens)
+        asked = core_request(f"{self._runs}-{number}", request, self._tokens)
         asked.arrival_time = request["arrival"]
         scheduler.add_request(Request.from_engine_core_request(asked, self._hasher))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench._peers import Peer, PeerFailed
 from bench._vllm.in_steps import run_mode
-from bench._vllm.modes import FCFS, MODES, OURS, Mode
+from bench._vllm.modes import FCFS, MODES, OURS
 from bench._vllm.workload import burst_arrivals, demo_workload, guessed
 from bench.report import progress
 
@@ -69,7 +69,19 @@ def costs(peers: Mapping[str, Peer], turns: int) -> Iterator[dict[str, Any]]:
             for name, peer in peers.items():
                 if mode.name == FCFS and peer is not next(iter(peers.values())):
                     continue
-                found = peer.ask(question(mode))
+                found = peer.ask(
+                    {
+                        "task": "cost",
+                        "scheduler": mode.scheduler,
+                        "sends_class": mode.sends_class,
+                        "guessed": bool(mode.lengths),
+                        "slots": SLOTS,
+                        "waiting": WAITING,
+                        "blocks": BLOCKS,
+                        "warm": WARM_STEPS,
+                        "steps": STEPS,
+                    }
+                )
                 if found["compiled"] != (name == COMPILED):
                     raise PeerFailed(f"the {name} core is {'' if found['compiled'] else 'not '}compiled")
                 ours_ms = found["choose_ms"] + found["report_ms"]
@@ -86,21 +98,6 @@ def costs(peers: Mapping[str, Peer], turns: int) -> Iterator[dict[str, Any]]:
                     "decision_ms": round(ours_ms, 4),
                     **{key: round(value, 4) for key, value in found.items() if key != "compiled"},
                 }
-
-
-def question(mode: Mode) -> dict[str, Any]:
-    """Return what the driver is asked for a mode."""
-    return {
-        "task": "cost",
-        "scheduler": mode.scheduler,
-        "sends_class": mode.sends_class,
-        "guessed": bool(mode.lengths),
-        "slots": SLOTS,
-        "waiting": WAITING,
-        "blocks": BLOCKS,
-        "warm": WARM_STEPS,
-        "steps": STEPS,
-    }
 
 
 def least(rows: Sequence[Mapping[str, Any]], mode: str, core: str, figure: str) -> float | None:

@@ -21,16 +21,7 @@ from typing import Any
 
 from bench._peer_engines.loops import answer_all, open_channel
 from bench._vllm.computed_driver import ComputedRuns
-from bench._vllm.in_core import (
-    LITTLE_MEMORY,
-    about_core,
-    core_request,
-    digest,
-    dtype_of,
-    parts_of,
-    save_learnt,
-    scheduler_for,
-)
+from bench._vllm.in_core import LITTLE_MEMORY, LoadedCore, digest, dtype_of, save_learnt, scheduler_for, timed
 from bench._vllm.replay import Recorded, ReplayExecutor
 from bench._vllm.shape_driver import ShapeRuns
 from bench._vllm.worker_driver import WorkerRuns
@@ -39,47 +30,36 @@ STEP_S = 0.020
 """Time of a step on the virtual clock."""
 
 
-class Engine:
-    """vLLM's engine core in this process; each burst gets a scheduler of its own."""
+class Engine(LoadedCore):
+    """vLLM's engine core with the demo pair; each burst gets a scheduler of its own."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.executor import Executor
-
         self._slots, self._residents = setup["slots"], setup["residents"]
-        self._ends, self._tokens = setup["ends"], setup["tokens"]
-        self._config = EngineArgs(
-            model=setup["target"],
-            dtype=dtype_of(setup["dtype"]),
-            max_model_len=setup["max_length"],
-            max_num_seqs=self._residents,
-            max_num_active_seqs=self._slots,
-            max_num_batched_tokens=setup["budget"],
-            async_scheduling=False,
-            seed=0,
-            disable_log_stats=True,
-            speculative_config={
-                "method": "draft_model",
-                "model": setup["draft"],
-                "num_speculative_tokens": setup["draft_len"],
-            },
-            enforce_eager=setup["eager"],
-            **LITTLE_MEMORY,
-        ).create_engine_config()
-        self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
-        self._executor = self._core.model_executor
+        self._tokens, self._draft_len = setup["tokens"], setup["draft_len"]
+        super().__init__(
+            {
+                "model": setup["target"],
+                "dtype": dtype_of(setup["dtype"]),
+                "max_model_len": setup["max_length"],
+                "max_num_seqs": self._residents,
+                "max_num_active_seqs": self._slots,
+                "max_num_batched_tokens": setup["budget"],
+                "async_scheduling": False,
+                "seed": 0,
+                "disable_log_stats": True,
+                "speculative_config": {
+                    "method": "draft_model",
+                    "model": setup["draft"],
+                    "num_speculative_tokens": self._draft_len,
+                },
+                "enforce_eager": setup["eager"],
+                **LITTLE_MEMORY,
+            }
+        )
         self._recorded: list[Recorded] = []
-        self._draft_len = setup["draft_len"]
-        self._parts = parts_of(self._core)
-        self._runs = 0
         self._now_s = 0.0
-        self._scheduler_s = 0.0
-        """CPU time of the scheduler in the present step."""
-
-    def about(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return on what it runs, and how."""
-        return about_core(self._core)
+        self._scheduler_s = {"schedule": 0.0, "update_from_output": 0.0}
+        """CPU time of the scheduler."""
 
     def burst(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run requests that arrive at given steps, under one scheduler. With `replay`, the model does not run:
@@ -100,10 +80,11 @@ class Engine:
         full_cpu_s, full_s, full_scheduler_s, unfinished = 0.0, 0.0, 0.0, 0
         while at < len(requests) or scheduler.has_requests():
             while at < len(requests) and arrivals[at] <= steps:
-                self._add(scheduler, at, requests[at])
+                self.add(scheduler, at, requests[at], self._tokens)
                 at, unfinished = at + 1, unfinished + 1
             full = unfinished >= 2 * self._slots
-            began_s, began_cpu_s, self._scheduler_s = time.perf_counter(), time.process_time(), 0.0
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
+            scheduler_s = sum(self._scheduler_s.values())
             tokens = 0
             outputs, executed = self._core.step()
             self._core.post_step(executed)
@@ -121,7 +102,7 @@ class Engine:
             if full:
                 full_cpu_s += time.process_time() - began_cpu_s
                 full_s += time.perf_counter() - began_s
-                full_scheduler_s += self._scheduler_s
+                full_scheduler_s += sum(self._scheduler_s.values()) - scheduler_s
                 full_steps, full_tokens = full_steps + 1, full_tokens + tokens
         if not asked["replay"]:
             self._recorded = [Recorded(text, trace) for text, trace in zip(texts, traces, strict=True)]
@@ -155,38 +136,18 @@ class Engine:
             residents=self._residents,
             environment=asked.get("environment", {}),
         )
-        schedule, update = scheduler.schedule, scheduler.update_from_output
+        for name in self._scheduler_s:
+            setattr(scheduler, name, timed(getattr(scheduler, name), name, self._scheduler_s))
+        schedule = scheduler.schedule
 
-        def and_compute(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
+        def and_advance(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
-            self._scheduler_s += time.thread_time() - began_s
             self._now_s += STEP_S
             return output
 
-        def and_count(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
-            outputs = update(*args, **kwargs)
-            self._scheduler_s += time.thread_time() - began_s
-            return outputs
-
-        scheduler.schedule, scheduler.update_from_output = and_compute, and_count
+        scheduler.schedule = and_advance
         self._core.scheduler = scheduler
         return scheduler
-
-    def _add(self, scheduler: Any, number: int, request: dict[str, Any]) -> None:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=self._tokens,
-            stop_token_ids=self._ends,
-            detokenize=False,
-            extra_args=request["hints"] or None,
-        )
-        asked = core_request(f"{self._runs}-{number}", request["ids"], params, priority=request["priority"])
-        made, _ = self._core.preprocess_add_request(asked)
-        scheduler.add_request(made)
 
 
 class Decisions:
@@ -217,7 +178,7 @@ class Decisions:
         gc.freeze()
         seconds = dict.fromkeys(("schedule", "update_from_output", "choose", "report"), 0.0)
         for name in ("schedule", "update_from_output"):
-            setattr(scheduler, name, _timed(getattr(scheduler, name), name, seconds))
+            setattr(scheduler, name, timed(getattr(scheduler, name), name, seconds))
         if ours:
             scheduler.one_worker = _Watched(scheduler.one_worker, ("choose", "report"), seconds)
         for step in range(asked["warm"] + asked["steps"]):
@@ -242,21 +203,10 @@ class _Watched:
     def __init__(self, thing: Any, names: Sequence[str], seconds: dict[str, float]) -> None:
         self.__dict__["_thing"] = thing
         for name in names:
-            self.__dict__[name] = _timed(getattr(thing, name), name, seconds)
+            self.__dict__[name] = timed(getattr(thing, name), name, seconds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._thing, name)
-
-
-def _timed(call: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
-    def and_count(*args: Any, **kwargs: Any) -> Any:
-        began_s = time.thread_time()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            seconds[name] += time.thread_time() - began_s
-
-    return and_count
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+END_TOKEN = 2
+"""Of the demo pair, and of models of a shape."""
 LITTLE_MEMORY_BYTES = 2**30
 """KV of a small model; vLLM would take nearly all the memory of a device, and several engines share one."""
 LITTLE_MEMORY_SHARE = 0.1
@@ -49,6 +51,45 @@ def about_core(core: Any) -> dict[str, Any]:
         "cuda_graphs": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
         "kv_tokens": core.scheduler.kv_cache_config.num_blocks * core.scheduler.block_size,
     }
+
+
+class LoadedCore:
+    """vLLM's engine core in this process, which takes one scheduler after another."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """`arguments`: those of vLLM's `EngineArgs`."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        config = EngineArgs(**arguments).create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._executor = self._core.model_executor
+        self._parts = parts_of(self._core)
+        self._runs = 0
+
+    def about(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return on what it runs, and how."""
+        return about_core(self._core)
+
+    def add(self, scheduler: Any, number: int, request: Mapping[str, Any], tokens: int) -> None:
+        """Hand a request of this number of tokens at most to a scheduler."""
+        asked = core_request(f"{self._runs}-{number}", request, tokens)
+        made, _ = self._core.preprocess_add_request(asked)
+        scheduler.add_request(made)
+
+
+def timed(call: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    """Return a call that adds its CPU time to `seconds`."""
+
+    def and_count(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.thread_time()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            seconds[name] += time.thread_time() - began_s
+
+    return and_count
 
 
 def parts_of(core: Any) -> dict[str, Any]:
@@ -103,13 +144,22 @@ def save_learnt(scheduler: Any, file: str) -> None:
     learnt.save()
 
 
-def core_request(name: str, ids: Sequence[int], params: Any, *, priority: int = 0) -> Any:
-    """Return a request for vLLM's engine core. `params`: its SamplingParams."""
+def core_request(name: str, request: Mapping[str, Any], tokens: int) -> Any:
+    """Return a request for vLLM's engine core, of this number of tokens at most."""
+    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    return EngineCoreRequest(
-        name, list(ids), None, params, None, time.time(), None, None, None, priority=priority
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        stop_token_ids=[END_TOKEN],
+        detokenize=False,
+        extra_args=request.get("hints") or None,
     )
+    return EngineCoreRequest(
+        name, list(request["ids"]), None, params, None, time.time(), None, None, None,
+        priority=request.get("priority", 0),
+    )  # fmt: skip
 
 
 def model_output(names: list[str], sampled: list[list[int]]) -> Any:

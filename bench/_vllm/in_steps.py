@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,17 +114,12 @@ def run_mode(
     save: str = "",
 ) -> dict[str, Any]:
     """Run requests under a mode; return the driver's answer."""
-    learnt = {}
-    if mode.learnt:
-        # A copy, because the scheduler adds what it learns in the run, and the same requests come again.
-        copied = shutil.copyfile(folder / mode.file_name, folder / "learnt-in-this-run.json")
-        learnt = {"LAPS_SD_LEARNT_FILE": str(copied)}
     return peer.ask(
         {
             "task": "burst",
             "scheduler": mode.scheduler,
             "requests": requests_of(workload, mode, arrivals, lengths, guesses),
-            "environment": mode.environment | learnt,
+            "environment": mode.environment_in(folder),
             "save": save,
             "replay": replay,
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 FCFS = "vLLM, fcfs"
 PRIORITY = "vLLM, priority by guess"
@@ -38,6 +40,14 @@ class Mode:
     def environment(self) -> dict[str, str]:
         """Return the variables of its server."""
         return {} if self.predicts else {"LAPS_SD_PREDICT_LENGTHS": "off"}
+
+    def environment_in(self, folder: Path) -> dict[str, str]:
+        """Return the variables of its server, which starts with what the folder has as learnt before, if it does."""
+        if not self.learnt:
+            return self.environment
+        # A copy, because the scheduler adds what it learns in the run, and the same requests come again.
+        copied = shutil.copyfile(folder / self.file_name, folder / "learnt-in-this-run.json")
+        return self.environment | {"LAPS_SD_LEARNT_FILE": str(copied)}
 
 
 OURS = (

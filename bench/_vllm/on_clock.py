@@ -23,7 +23,7 @@ from typing import Any, Self
 from bench._peers import PeerFailed, environment, last_lines, wait_or_kill
 from bench._vllm.figures import figures
 from bench._vllm.modes import FCFS, Mode
-from bench._vllm.workload import Workload, demo_workload, guessed, requests_of
+from bench._vllm.workload import Workload, demo_workload, guessed, poisson_arrivals, requests_of
 from bench.report import progress
 from laps_sd.stack.ports import free_port
 
@@ -105,11 +105,7 @@ def measure(
         arrivals = [number * WITHIN_S / count for number in range(count)]
         rows, lasted_s = _in_turn(servers, f"burst of {count}", workload, arrivals, setup)
         yield from rows
-        rng = random.Random(f"load/{seed}")
-        gap_s, now_s, at_load = lasted_s / count / load, 0.0, []
-        for _ in range(count):
-            now_s += rng.expovariate(1 / gap_s)
-            at_load.append(now_s)
+        at_load = poisson_arrivals(count, lasted_s / count / load, seed)
         yield from _in_turn(servers, f"load {load:g}", workload, at_load, setup)[0]
 
 

@@ -14,7 +14,7 @@ from bench._peers import Peer
 from bench._vllm.figures import figures
 from bench._vllm.hidden_lengths import Answer, Answers, workload_of
 from bench._vllm.modes import FCFS, LEARNT, MODES, NO_HINT, OURS, PRIORITY, SHORTEST, Mode
-from bench._vllm.workload import guessed, requests_of
+from bench._vllm.workload import guessed, poisson_arrivals, requests_of
 from bench.report import progress
 
 SMOKE_COUNT, SMOKE_LENGTH = 8, 24
@@ -72,7 +72,8 @@ def measure(
                 if burst:
                     arrivals = [at * plan.within_s / plan.count for at in range(plan.count)]
                 else:
-                    arrivals = _poisson(chosen, tokens_per_s * plan.load, seed)
+                    mean = statistics.fmean(each.length for each in chosen)
+                    arrivals = poisson_arrivals(plan.count, mean / (tokens_per_s * plan.load), seed)
                 # FCFS is not always first: what a run takes may depend on how many came before.
                 modes = list(ON_SHAPE)
                 random.Random(f"{setting}/{seed}").shuffle(modes)
@@ -89,17 +90,6 @@ def measure(
 
 def _cut(answers: Sequence[Answer], most: int) -> list[Answer]:
     return [replace(each, length=min(each.length, most)) for each in answers]
-
-
-def _poisson(answers: Sequence[Answer], tokens_per_s: float, seed: int) -> list[float]:
-    """Return arrivals at which answers have this number of tokens per second."""
-    rng = random.Random(f"load/{seed}")
-    gap_s = statistics.fmean(each.length for each in answers) / tokens_per_s
-    arrivals, now_s = [], 0.0
-    for _ in answers:
-        now_s += rng.expovariate(1 / gap_s)
-        arrivals.append(now_s)
-    return arrivals
 
 
 def _learn(peer: Peer, answers: Answers, folder: Path) -> None:
@@ -130,14 +120,9 @@ def _run(
     folder: Path,
 ) -> tuple[float, dict[str, Any]]:
     """Return tokens per second, of full batches if there were any, and the row of a run."""
-    learnt = {}
-    if mode.learnt:
-        copied = folder / "learnt-in-this-run.json"
-        copied.write_bytes((folder / mode.file_name).read_bytes())
-        learnt = {"LAPS_SD_LEARNT_FILE": str(copied)}
     found = peer.ask(
         _question(mode, answers, arrivals, seed)
-        | {"task": "burst", "ahead": ahead, "environment": mode.environment | learnt}
+        | {"task": "burst", "ahead": ahead, "environment": mode.environment_in(folder)}
     )
     tokens = sum(found["lengths"])
     speed = tokens / found["lasted_s"]

@@ -28,10 +28,6 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         help=f"(default {','.join(PARTS)}); by name only: {', '.join(BY_NAME)}",
     )
     parser.add_argument("--seeds", type=int, default=6, help="seeds in steps (default 6)")
-    parser.add_argument("--load", type=float, default=0.9, help="of the other arrivals (default 0.9)")
-    parser.add_argument("--slots", type=int, default=8, help="requests of a step (default 8)")
-    parser.add_argument("--residents", type=int, default=32, help="requests with KV at most (default 32)")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens per request at most (default 200)")
     parser.add_argument("--turns", type=int, default=5, help="turns of speed, cost and worker (default 5)")
     parser.add_argument("--clock-seeds", type=int, default=4, help="seeds on the clock (default 4)")
     parser.add_argument(
@@ -54,9 +50,6 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         help="of shape's other arrivals; below 1 hardly any request waits in a large step (default 1.2)",
     )
     parser.add_argument("--shape-seeds", type=int, default=3, help="seeds of shape (default 3)")
-    parser.add_argument(
-        "--shape-tokens", type=int, default=1024, help="tokens per request at most (default 1024)"
-    )
     parser.add_argument(
         "--shape-async",
         default="both",
@@ -100,14 +93,12 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         parser.error(f"--parts: unknown {', '.join(sorted(unknown))}")
     if min(options.seeds, options.turns, options.clock_seeds) < 2:
         parser.error("--seeds, --turns and --clock-seeds must be 2 at least: one run has no interval")
-    if min(options.shape_slots, options.shape_count, options.shape_seeds, options.shape_tokens) < 1:
-        parser.error("--shape-slots, --shape-count, --shape-seeds and --shape-tokens must be 1 at least")
+    if min(options.shape_slots, options.shape_count, options.shape_seeds) < 1:
+        parser.error("--shape-slots, --shape-count and --shape-seeds must be 1 at least")
     if options.shape_residents < options.shape_slots:
         parser.error("--shape-residents must be --shape-slots at least")
     if not 0 < options.shape_load < math.inf:
         parser.error("--shape-load must be above 0")
-    if not 0 < options.load < 1:
-        parser.error("--load must be between 0 and 1")
     return options
 
 

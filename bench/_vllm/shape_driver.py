@@ -20,20 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench._shapes import PAIRS, Shape
+from bench._shapes import PAIRS, Shape, config_of
 from bench._vllm.in_core import (
+    END_TOKEN,
     LITTLE_MEMORY,
-    about_core,
-    core_request,
+    LoadedCore,
     dtype_of,
     on_cpu,
-    parts_of,
     save_learnt,
     scheduler_for,
+    timed,
 )
 from bench._vllm.replay import Recorded, ReplayExecutor
 
-END_TOKEN, OTHER_TOKEN = 2, 3
+OTHER_TOKEN = 3
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 """Batches for which CUDA graphs are captured at a quick start, up to the size of a step."""
 LEARN_STEP_S = 0.010
@@ -137,14 +137,10 @@ def _median_ms(times_s: Sequence[float]) -> float | None:
     return 1e3 * statistics.median(times_s) if times_s else None
 
 
-class ShapeRuns:
+class ShapeRuns(LoadedCore):
     """vLLM's engine core with a model of a shape, and bursts on it."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.executor import Executor
-
         self._slots, self._residents = setup["slots"], setup["residents"]
         self._tokens = setup["tokens"]
         dtype = dtype_of(setup["dtype"])
@@ -176,20 +172,9 @@ class ShapeRuns:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": sizes,
             }
-        self._core = EngineCore(
-            config := EngineArgs(**arguments).create_engine_config(),
-            Executor.get_class(config),
-            log_stats=False,
-        )
-        self._parts = parts_of(self._core)
-        self._executor = self._core.model_executor
+        super().__init__(arguments)
         self._ahead = self._core.batch_queue is not None
-        self._runs = 0
         self._length_of: dict[str, int] = {}
-
-    def about(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return on what it runs, and how."""
-        return about_core(self._core)
 
     def learn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Serve requests by LAPS-SD without the model, and write what it learnt to the file `save`."""
@@ -203,7 +188,7 @@ class ShapeRuns:
         self._core.model_executor = ReplayExecutor(scheduler, recorded, 0)
         try:
             for number, request in enumerate(requests):
-                self._add(scheduler, number, request)
+                self.add(scheduler, number, request, self._tokens)
             while scheduler.has_requests():
                 self._core.step()
                 now_s += LEARN_STEP_S
@@ -219,7 +204,7 @@ class ShapeRuns:
         scheduler, requests = self._begin(asked, ahead=ahead)
         count = len(requests)
         run = Run([0.0] * count, [0.0] * count, [0] * count)
-        self._watch(scheduler, run)
+        scheduler_s = self._watch(scheduler, run)
         self._core.model_executor = _Launching(self._executor, run)
         step = self._core.step_with_batch_queue if ahead else self._core.step
         gc.collect()
@@ -228,7 +213,7 @@ class ShapeRuns:
         while at < count or scheduler.has_requests() or self._core.batch_queue:
             now_s = time.perf_counter() - began_s
             while at < count and requests[at]["arrival"] <= now_s:
-                self._add(scheduler, at, requests[at])
+                self.add(scheduler, at, requests[at], self._tokens)
                 at, run.unfinished = at + 1, run.unfinished + 1
             if not (scheduler.has_requests() or self._core.batch_queue):
                 time.sleep(min(IDLE_S, max(0.0, requests[at]["arrival"] - now_s)))
@@ -245,6 +230,7 @@ class ShapeRuns:
             if not executed and scheduler.has_requests():
                 time.sleep(IDLE_S)  # as vLLM's engine process does
         run.lasted_s, run.cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        run.scheduler_s = sum(scheduler_s.values())
         self._core.model_executor = self._executor
         return run.answer(requests, scheduler)
 
@@ -273,10 +259,11 @@ class ShapeRuns:
         self._core.scheduler = scheduler
         return scheduler, requests
 
-    def _watch(self, scheduler: Any, run: Run) -> None:
-        """Add the CPU time of the scheduler's two calls in each step, and note what kind of step is over."""
-        for name in ("schedule", "update_from_output"):
-            setattr(scheduler, name, _timed(getattr(scheduler, name), run))
+    def _watch(self, scheduler: Any, run: Run) -> dict[str, float]:
+        """Note what kind of step is over; return what receives the CPU time of the scheduler's two calls."""
+        seconds = {"schedule": 0.0, "update_from_output": 0.0}
+        for name in seconds:
+            setattr(scheduler, name, timed(getattr(scheduler, name), name, seconds))
         update = scheduler.update_from_output
 
         def and_note(scheduler_output: Any, model_output: Any) -> Any:
@@ -284,11 +271,7 @@ class ShapeRuns:
             return update(scheduler_output, model_output)
 
         scheduler.update_from_output = and_note
-
-    def _add(self, scheduler: Any, number: int, request: Mapping[str, Any]) -> None:
-        asked = shape_request(f"{self._runs}-{number}", request, self._tokens)
-        made, _ = self._core.preprocess_add_request(asked)
-        scheduler.add_request(made)
+        return seconds
 
 
 class _Launching:
@@ -310,20 +293,6 @@ class _Launching:
         found = self._executor.sample_tokens(*args, **kwargs)
         self._run.launched(self._launching, time.perf_counter() - self._since_s)
         return found
-
-
-def shape_request(name: str, request: Mapping[str, Any], tokens: int) -> Any:
-    """Return a request as vLLM's core takes it, of this number of tokens at most."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=tokens,
-        stop_token_ids=[END_TOKEN],
-        detokenize=False,
-        extra_args=request["hints"] or None,
-    )
-    return core_request(name, request["ids"], params, priority=request["priority"])
 
 
 def is_mixed(scheduler_output: Any) -> bool:
@@ -348,17 +317,6 @@ def take_outputs(outputs: Mapping[int, Any] | None, run: Run, now_s: float) -> N
                 run.unfinished -= 1
 
 
-def _timed(call: Any, run: Run) -> Any:
-    def and_count(*args: Any, **kwargs: Any) -> Any:
-        began_s = time.thread_time()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            run.scheduler_s += time.thread_time() - began_s
-
-    return and_count
-
-
 def end_at_lengths(requests: Mapping[str, Any], model_output: Any, length_of: Mapping[str, int]) -> None:
     """Put the end token at each request's length into what a model runner returned, and nowhere else."""
     for name, tokens in zip(model_output.req_ids, model_output.sampled_token_ids or (), strict=False):
@@ -375,28 +333,14 @@ def end_at_lengths(requests: Mapping[str, Any], model_output: Any, length_of: Ma
 
 def write_config(shape: Shape, place: Path, *, dtype: str, max_length: int) -> None:
     """Write the directory of a model of this shape, without weights."""
-    place.mkdir(exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_size,
-        "max_position_embeddings": max_length,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": 1,
-        "eos_token_id": END_TOKEN,
-    }
-    (place / "config.json").write_text(json.dumps(config))
+    config_of(
+        shape,
+        max_length,
+        architectures=["LlamaForCausalLM"],
+        dtype=dtype,
+        bos_token_id=1,
+        eos_token_id=END_TOKEN,
+    ).save_pretrained(place)
 
 
 def write_tokenizer(words: Mapping[str, int], place: Path) -> None:

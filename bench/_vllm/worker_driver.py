@@ -94,15 +94,10 @@ class WorkerRuns:
         }
 
     def _plain(self, prompts: list[list[int]], found: _Run) -> None:
-        from vllm import SamplingParams
-
         core = self._core
-        eos_ids = self._rules.eos_ids
         for number, ids in enumerate(prompts):
-            params = SamplingParams(
-                temperature=0.0, max_tokens=self._tokens, stop_token_ids=eos_ids, detokenize=False
-            )
-            request, _ = core.preprocess_add_request(core_request(f"{self._runs}-{number}", ids, params))
+            asked = core_request(f"{self._runs}-{number}", {"ids": ids}, self._tokens)
+            request, _ = core.preprocess_add_request(asked)
             core.add_request(request)
         while core.scheduler.has_unfinished_requests():
             outputs, executed = core.step_fn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,13 +60,14 @@ def load_arrivals(service: Sequence[int], slots: int, load: float, seed: int) ->
     """Return steps of Poisson arrivals at this load: the share of the step's places that the requests take,
     by their own steps (`service`).
     """
-    rng = random.Random(f"load/{seed}")
     gap = sum(service) / len(service) / slots / load
-    arrivals, now = [], 0.0
-    for _ in service:
-        now += rng.expovariate(1 / gap)
-        arrivals.append(int(now))
-    return arrivals
+    return [int(step) for step in poisson_arrivals(len(service), gap, seed)]
+
+
+def poisson_arrivals(count: int, gap: float, seed: int) -> list[float]:
+    """Return Poisson arrivals at this mean distance."""
+    rng = random.Random(f"load/{seed}")
+    return list(itertools.accumulate(rng.expovariate(1 / gap) for _ in range(count)))
 
 
 def requests_of(

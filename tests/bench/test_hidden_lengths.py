@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench._vllm.hidden_lengths import Answers, drawn_answers, recorded_answers, token_ids
-from bench._vllm.shape_driver import END_TOKEN, OTHER_TOKEN, end_at_lengths, write_tokenizer
+from bench._vllm.in_core import END_TOKEN
+from bench._vllm.shape_driver import OTHER_TOKEN, end_at_lengths, write_tokenizer
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_a_path_to_the_interpreter_holds_in_every_folder_and_a_name_is_looked_up
     assert arguments(["--vllm", "python3"], "").vllm == "python3"
 
 
-@pytest.mark.parametrize("wrong", [["--parts", "steps,more"], ["--seeds", "1"], ["--load", "1"]])
+@pytest.mark.parametrize("wrong", [["--parts", "steps,more"], ["--seeds", "1"], ["--shape-load", "0"]])
 def test_wrong_options_are_refused(wrong: list[str]):
     with pytest.raises(SystemExit):
         arguments(["--vllm", "python", *wrong], "")
