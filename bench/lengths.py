@@ -30,9 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.report import command_line, finish, progress, table
+from bench.report import command_line, finish, kendall_tau, progress, table
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.core.estimates.prompt_lengths import PromptLengths
 from scheduler_svc.core.estimates.sources import Guesses
@@ -122,16 +120,6 @@ def figures(found: Sequence[Estimated]) -> dict[str, float]:
         "rms": math.sqrt(statistics.fmean(math.log(each.length / each.middle) ** 2 for each in found)),
         "cover": statistics.fmean(each.covered for each in found),
     }
-
-
-def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Kendall's tau-b (Kendall 1945): concordant less discordant pairs, over the geometric mean of the
-    pairs that are not tied in either; 0 where all are tied.
-    """
-    x = np.sign(np.subtract.outer(np.asarray(first), np.asarray(first)))
-    y = np.sign(np.subtract.outer(np.asarray(second), np.asarray(second)))
-    pairs = math.sqrt(float(np.sum(x * x)) * float(np.sum(y * y)))
-    return float(np.sum(x * y)) / pairs if pairs else 0.0
 
 
 def rows_of(

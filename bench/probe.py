@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.report import Interval, about, command_line, finish, progress, ratio_interval, table
+from bench.report import Interval, about, command_line, finish, kendall_tau, progress, ratio_interval, table
 
 KINDS = ("story", "log", "json", "prose")
 MAX_LENGTH = 1024
@@ -210,8 +210,8 @@ def rows_of(judge: Judge) -> list[dict[str, Any]]:
                 "rms probe": rms(truths, [look.probe for look in looks]),
                 "rms constant": rms(truths, [look.constant for look in looks]),
                 "rms table": rms(truths, [look.table for look in looks]),
-                "tau probe": tau(truths, [look.probe for look in looks]),
-                "tau table": tau(truths, [look.table for look in looks]),
+                "tau probe": kendall_tau(truths, [look.probe for look in looks]),
+                "tau table": kendall_tau(truths, [look.table for look in looks]),
                 "sent": sum(look.sent for look in looks) / len(looks),
             }
         )
@@ -221,20 +221,6 @@ def rows_of(judge: Judge) -> list[dict[str, Any]]:
 def rms(truths: Sequence[float], predicted: Sequence[float]) -> float:
     errors = [(truth - one) ** 2 for truth, one in zip(truths, predicted, strict=True)]
     return math.sqrt(sum(errors) / len(errors))
-
-
-def tau(truths: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return Kendall's tau-b, 0 where one side is constant."""
-    concordant = ties_of_truth = ties_of_predicted = pairs = 0
-    for i, (truth, one) in enumerate(zip(truths, predicted, strict=True)):
-        for j in range(i):
-            a, b = truth - truths[j], one - predicted[j]
-            pairs += 1
-            ties_of_truth += a == 0
-            ties_of_predicted += b == 0
-            concordant += (a * b > 0) - (a * b < 0)
-    scale = math.sqrt((pairs - ties_of_truth) * (pairs - ties_of_predicted))
-    return concordant / scale if scale else 0.0
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

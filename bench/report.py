@@ -84,6 +84,18 @@ def median_interval(samples: Sequence[float]) -> Interval:
     return Interval(statistics.median(ordered), ordered[k - 1], ordered[n - k])
 
 
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Kendall's tau-b (Kendall 1945): concordant less discordant pairs, over the geometric mean of the
+    pairs that are not tied in either; 0 where all are tied.
+    """
+    import numpy as np
+
+    x = np.sign(np.subtract.outer(np.asarray(first), np.asarray(first)))
+    y = np.sign(np.subtract.outer(np.asarray(second), np.asarray(second)))
+    pairs = math.sqrt(float(np.sum(x * x)) * float(np.sum(y * y)))
+    return float(np.sum(x * y)) / pairs if pairs else 0.0
+
+
 def columns(name: str, found: Interval | None) -> dict[str, float | None]:
     """Return the three columns that an interval has in a row, which `told` reads."""
     if found is None:

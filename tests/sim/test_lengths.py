@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.lengths import kendall_tau, main
+from bench.lengths import main
+from bench.report import kendall_tau
 from laps_sd.contract.length_features import FEATURES, MOST_FEATURES, FeatureHash, packed, unpacked
 from simulator.draw import draw
 from simulator.jobs import Job
