@@ -18,14 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc.aio
@@ -37,6 +37,7 @@ from bench.report import about, command_line, finish, progress, quantile, table
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
 from laps_sd.service.model_dir import demo_target_dir
 from laps_sd.service.wire import server_options
+from laps_sd.stack.ports import free_port
 from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import gateway_link_pb2 as link_pb2
 from laps_sd.v1 import gateway_link_pb2_grpc
@@ -56,7 +57,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=6000.0, help="deliveries per second (default 6000)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each run (default 10)")
     parser.add_argument("--protocol", choices=("grpc", "http", "both"), default="grpc")
-    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -145,17 +145,21 @@ class Source(gateway_link_pb2_grpc.GatewayLinkServicer):
         self._outbox.put_nowait(link_pb2.GatewayLinkReply(leader_epoch="1-bench", **message))
 
 
-async def be_source(options: argparse.Namespace) -> None:
+async def be_source(pipe: Connection, options: argparse.Namespace) -> None:
+    """Serve one run: send the port, and at the end the times at which deliveries were sent."""
     server = grpc.aio.server(options=server_options())
     source = Source(options)
     gateway_link_pb2_grpc.add_GatewayLinkServicer_to_server(source, server)
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    pipe.send(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     await source.done.wait()
-    partial = options.source.with_suffix(".part")
-    partial.write_text(json.dumps(source.sent))
-    partial.rename(options.source)
-    await asyncio.sleep(60)  # the gateway receives the ends; the parent process ends this one
+    # In a thread, since the gateway must receive the ends before anybody reads this.
+    await asyncio.to_thread(pipe.send, source.sent)
+    await server.wait_for_termination()  # the parent process ends this one
+
+
+def source_process(pipe: Connection, options: argparse.Namespace) -> None:
+    uvloop.run(be_source(pipe, options))
 
 
 # -- the clients --------------------------------------------------------------------------------------------------------
@@ -223,52 +227,36 @@ async def read_http(address: str, streams: int) -> list[Heard]:
 
 
 def run(protocol: str, options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        times = Path(folder) / "sent.json"
-        flags = [
-            "--streams",
-            str(options.streams),
-            "--rate",
-            str(options.rate),
-            "--seconds",
-            str(options.seconds),
-        ]
-        source = subprocess.Popen(
-            [sys.executable, "-m", "bench.gateway", *flags, "--source", str(times)],
-            cwd=Path(__file__).parents[1],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert source.stdout is not None
-        ports = _free_ports(3)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("LAPS_SD_")}
-        environment |= {
-            "LAPS_SD_GRPC_PORT": str(ports[0]),
-            "LAPS_SD_METRICS_PORT": str(ports[1]),
-            "LAPS_SD_HTTP_PORT": str(ports[2]),
-            "LAPS_SD_SCHEDULER_SEEDS": f"127.0.0.1:{source.stdout.readline().strip()}",
-            "LAPS_SD_TOKENIZER_DIR": str(demo_target_dir()),
-            "LAPS_SD_LOG_LEVEL": "warning",
-        }
-        gateway = subprocess.Popen([sys.executable, "-m", "gateway"], env=environment)
-        try:
-            deadline = time.monotonic() + 120
-            while not is_serving(f"127.0.0.1:{ports[0]}"):
-                if time.monotonic() > deadline or gateway.poll() is not None:
-                    raise SystemExit("the gateway did not start")
-                time.sleep(0.1)
-            before = _cpu_s(ports[1])
-            address = f"127.0.0.1:{ports[0] if protocol == 'grpc' else ports[2]}"
-            read = read_grpc if protocol == "grpc" else read_http
-            heard = uvloop.run(read(address, options.streams))
-            cpu_s = _cpu_s(ports[1]) - before
-            while not times.exists():
-                time.sleep(0.05)
-            sent = json.loads(times.read_text())
-        finally:
-            for process in (gateway, source):
-                process.kill()
-                process.wait()
+    spawn = multiprocessing.get_context("spawn")
+    pipe, theirs = spawn.Pipe()
+    source = spawn.Process(target=source_process, args=(theirs, options), daemon=True)
+    source.start()
+    theirs.close()
+    ports = {name: free_port() for name in ("GRPC", "METRICS", "HTTP")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LAPS_SD_")}
+    environment |= {f"LAPS_SD_{name}_PORT": str(port) for name, port in ports.items()}
+    environment |= {
+        "LAPS_SD_SCHEDULER_SEEDS": f"127.0.0.1:{pipe.recv()}",
+        "LAPS_SD_TOKENIZER_DIR": str(demo_target_dir()),
+        "LAPS_SD_LOG_LEVEL": "warning",
+    }
+    gateway = subprocess.Popen([sys.executable, "-m", "gateway"], env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not is_serving(f"127.0.0.1:{ports['GRPC']}"):
+            if time.monotonic() > deadline or gateway.poll() is not None:
+                raise SystemExit("the gateway did not start")
+            time.sleep(0.1)
+        before = _cpu_s(ports["METRICS"])
+        read, name = (read_grpc, "GRPC") if protocol == "grpc" else (read_http, "HTTP")
+        heard = uvloop.run(read(f"127.0.0.1:{ports[name]}", options.streams))
+        cpu_s = _cpu_s(ports["METRICS"]) - before
+        sent = pipe.recv()
+    finally:
+        gateway.kill()
+        gateway.wait()
+        source.kill()
+        source.join()
     return row(protocol, options, heard, sent, cpu_s)
 
 
@@ -308,21 +296,8 @@ def _cpu_s(port: int) -> float:
     return page.total("process_cpu_seconds_total")
 
 
-def _free_ports(count: int) -> list[int]:
-    import socket
-
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def main() -> int:
     options = arguments()
-    if options.source is not None:
-        uvloop.run(be_source(options))
-        return 0
     rows = []
     for protocol in ("grpc", "http") if options.protocol == "both" else (options.protocol,):
         progress(
