@@ -41,7 +41,8 @@ from bench._chaos.judge import judge
 from bench._chaos.options import arguments
 from bench._chaos.pieces import pieces
 from bench._clients import Load
-from bench._faults import FaultInjector, InjectedFault, plan
+from bench._faults.injector import FaultInjector
+from bench._faults.plans import InjectedFault, plan
 from bench._memory import WARM_S, Memory
 from bench._proxy import Proxy
 from bench.report import finish, progress

@@ -13,7 +13,7 @@ import grpc.aio
 import redis.asyncio as redis_client
 
 from bench._clients import Outcome
-from bench._faults import FaultInjector
+from bench._faults.injector import FaultInjector
 from bench._metrics import metric
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc

@@ -7,7 +7,7 @@ import collections
 from typing import Any
 
 from bench._clients import Outcome
-from bench._faults import FaultInjector
+from bench._faults.injector import FaultInjector
 from bench._memory import GROWTH_MIB, Memory
 from bench.report import progress, table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bench._faults import ENGINE_KINDS, KINDS
+from bench._faults.plans import ENGINE_KINDS, KINDS
 from bench.report import command_line
 
 DEFAULTS = {

@@ -5,8 +5,3 @@ those that can be hit at that time. A component that is still down from an earli
 before it is back, and one of each pair stays up, unless the kind names more: every line of docs/guarantees.md
 is about a fault while the other parts run.
 """
-
-from bench._faults.injector import FaultInjector
-from bench._faults.plans import ENGINE_KINDS, KINDS, LONGEST_S, Fault, InjectedFault, plan
-
-__all__ = ["ENGINE_KINDS", "KINDS", "LONGEST_S", "Fault", "FaultInjector", "InjectedFault", "plan"]

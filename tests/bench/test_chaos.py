@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench import _faults
 from bench._chaos.checks import processes_with
 from bench._chaos.options import arguments
 from bench._chaos.pieces import MORE, pieces
 from bench._clients import Load, Outcome, Piece
+from bench._faults import plans
 from bench._faults.processes import Processes
 from bench._faults.state import StackState
 from laps_sd.v1 import inference_pb2 as pb
@@ -82,7 +82,7 @@ def test_faults_of_the_engines_processes_alone_lose_nothing(tmp_path: Path) -> N
 
 
 def test_an_engine_has_the_kinds_of_faults_that_can_hit_it() -> None:
-    every = set(_faults.KINDS)
+    every = set(plans.KINDS)
 
     assert every - set(arguments([], "").kinds) == {"kill engine", "pause engine"}
     assert every - set(arguments(["--engine", "demo"], "").kinds) == {"deadly request"}
@@ -105,13 +105,13 @@ def test_a_real_engine_gets_requests_with_every_kind_of_setting() -> None:
 
 
 def test_a_plan_is_the_same_for_the_same_seed_and_has_every_kind_of_fault() -> None:
-    faults = _faults.plan(7, 1000, every_s=1.0)
+    faults = plans.plan(7, 1000, every_s=1.0)
 
-    assert faults == _faults.plan(7, 1000, every_s=1.0)
-    assert faults != _faults.plan(8, 1000, every_s=1.0)
-    assert {fault.kind for fault in faults} == set(_faults.KINDS)
+    assert faults == plans.plan(7, 1000, every_s=1.0)
+    assert faults != plans.plan(8, 1000, every_s=1.0)
+    assert {fault.kind for fault in faults} == set(plans.KINDS)
     assert collections.Counter(fault.kind for fault in faults)["empty record and kill leader"] < 30
-    assert all(0 <= fault.lasts_s <= _faults.LONGEST_S for fault in faults)
+    assert all(0 <= fault.lasts_s <= plans.LONGEST_S for fault in faults)
 
 
 class Scaled:
