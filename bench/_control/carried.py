@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis as redis_client
+import uvloop
 
 from bench._control.client import Client
 from bench._control.latency import Arrivals, Latencies, Sample, join
@@ -41,6 +42,7 @@ from bench._control.lengths import WORDS
 from bench._control.scheduler import Reading, read_scheduler
 from bench._control.synthetic_worker import Counters, Fleet, worker_process
 from bench.report import progress, quantile
+from laps_sd.stack.local import LocalStack
 from scheduler_svc.core import COMPILED
 
 GOAL_SHARE = 0.98
@@ -132,9 +134,6 @@ async def watch(
     start_fleets: Callable[[], Fleets],
 ) -> dict[str, Any]:
     """Fill the queue, start the workers, watch them for a while, and return the row."""
-    from laps_sd.service import wire
-    from laps_sd.v1.gateway_link_pb2_grpc import GatewayLinkStub
-
     arrivals = Arrivals()
     client = Client(
         shard,
@@ -145,10 +144,7 @@ async def watch(
     fleets: Fleets | None = None
 
     async def pause(seconds: float) -> None:
-        ended, _ = await asyncio.wait({listening}, timeout=seconds)
-        if ended:
-            listening.result()
-            raise RuntimeError("the scheduler ended the stream")
+        await client.pause(seconds)
         if fleets is not None:
             fleets.check()
 
@@ -158,13 +154,10 @@ async def watch(
         counters, found = await asyncio.to_thread(fleets.read, samples=samples)
         return Moment(reading, counters, time.process_time(), machine_cpu_s()), found
 
-    async with wire.make_channel(address) as channel:
-        listening = asyncio.create_task(client.listen(GatewayLinkStub(channel).Connect(client.messages())))
+    async with client.connected(address):
         try:
             wanted = workers * options.slots * 2 + BACKLOG
-            client.want(wanted)
-            while client.accepted < wanted:
-                await pause(0.1)
+            await client.reach(wanted)
             progress(f"carried, {workers} workers: {wanted} requests queued")
             fleets = await asyncio.to_thread(start_fleets)
             while (await asyncio.to_thread(read)).rounds < 2 * workers:
@@ -178,7 +171,6 @@ async def watch(
             await pause(ARRIVE_S)
         finally:
             gc.enable()
-            listening.cancel()
             if fleets is not None:
                 fleets.kill()
     if not samples:
@@ -240,10 +232,6 @@ def row(
 
 def measure_carried(options: argparse.Namespace, workers: int) -> dict[str, Any]:
     """Return the row of one number of workers."""
-    import uvloop
-
-    from laps_sd.stack.local import LocalStack
-
     progress(f"carried, {workers} workers: starting a scheduler and its record")
     with (
         LocalStack(workers=0, gateways=0, policy=options.policy, log_level="warning") as stack,

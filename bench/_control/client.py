@@ -12,7 +12,11 @@ from typing import Any
 
 from bench._control.latency import Arrivals
 from bench._control.lengths import prompt_features
+from laps_sd.service import wire
 from laps_sd.service.leader_link import PROTOCOL_VERSIONS
+from laps_sd.v1 import gateway_link_pb2 as pb
+from laps_sd.v1.gateway_link_pb2_grpc import GatewayLinkStub
+from laps_sd.v1.inference_pb2 import SamplingParams
 
 HEARTBEAT_S = 1.0
 
@@ -45,8 +49,6 @@ class Client:
 
     async def messages(self) -> AsyncIterator[Any]:
         """Yield the messages to the scheduler: the hello, submissions, and a heartbeat each second."""
-        from laps_sd.v1 import gateway_link_pb2 as pb
-
         yield pb.GatewayMessage(
             hello=pb.GatewayHello(gateway_id="bench", protocol_versions=PROTOCOL_VERSIONS)
         )
@@ -66,9 +68,6 @@ class Client:
                     await self._news.wait()
 
     def _submit(self) -> Any:
-        from laps_sd.v1 import gateway_link_pb2 as pb
-        from laps_sd.v1.inference_pb2 import SamplingParams
-
         rng = self._rng
         request_id = f"{self._shard}.{self._number:026d}"
         specification = pb.Specification(
@@ -90,6 +89,31 @@ class Client:
             model="laps-sd-demo",
             length_features=prompt_features(request_id, self._output_tokens),
         )
+
+    @contextlib.asynccontextmanager
+    async def connected(self, address: str) -> AsyncIterator[None]:
+        """Be connected with a scheduler."""
+        async with wire.make_channel(address) as channel:
+            self._listening = asyncio.create_task(
+                self.listen(GatewayLinkStub(channel).Connect(self.messages()))
+            )
+            try:
+                yield
+            finally:
+                self._listening.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait. Raise the error of the stream if it ends, or RuntimeError."""
+        ended, _ = await asyncio.wait({self._listening}, timeout=seconds)
+        if ended:
+            self._listening.result()
+            raise RuntimeError("the scheduler ended the stream")
+
+    async def reach(self, count: int) -> None:
+        """Wait until this number of requests was accepted, all unfinished."""
+        self.want(count)
+        while self.accepted < count:
+            await self.pause(0.1)
 
     async def listen(self, call: Any) -> None:
         """Read the stream until it ends. Raise RuntimeError if a submission is refused."""

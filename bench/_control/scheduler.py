@@ -14,6 +14,7 @@ import redis as redis_client
 from bench._control.client import Client
 from bench._metrics import MetricsPage
 from bench.report import progress
+from laps_sd.stack.local import LocalStack
 from scheduler_svc.core import COMPILED
 
 MEDIAN_TOKENS = 75
@@ -78,39 +79,23 @@ async def watch(
     options: argparse.Namespace, address: str, metrics_url: str, shard: str, record: redis_client.Redis
 ) -> dict[str, Any]:
     """Fill the lists, queue the backlog, watch the scheduler for a while."""
-    import grpc.aio
-
-    from laps_sd.v1.gateway_link_pb2_grpc import GatewayLinkStub
 
     async def read() -> Reading:
         return await asyncio.to_thread(read_scheduler, metrics_url, record)
 
-    async def pause(seconds: float) -> None:
-        ended, _ = await asyncio.wait({listening}, timeout=seconds)
-        if ended:
-            listening.result()
-            raise RuntimeError("the scheduler ended the stream")
-
-    async def reach(count: int) -> None:
-        client.want(count)
-        while client.accepted < count:
-            await pause(0.1)
-
     client = Client(shard, max_tokens=MAX_TOKENS, output_tokens=MEDIAN_TOKENS)
-    async with grpc.aio.insecure_channel(address) as channel:
-        listening = asyncio.create_task(client.listen(GatewayLinkStub(channel).Connect(client.messages())))
+    async with client.connected(address):
         listed = options.fake_workers * options.slots * 2
-        await reach(listed)
+        await client.reach(listed)
         full = await read()
-        await reach(listed + options.backlog)
+        await client.reach(listed + options.backlog)
         queued = await read()
         progress("scheduler: lists full and the backlog queued")
         while (await read()).rounds < queued.rounds + 2 * options.fake_workers:
-            await pause(0.5)
+            await client.pause(0.5)
         before = await read()
-        await pause(options.seconds)
+        await client.pause(options.seconds)
         after = await read()
-        listening.cancel()
     reports = after.rounds - before.rounds
     cpu_ms = (after.cpu_s - before.cpu_s) / reports * 1e3
     per_s = reports / (after.at_s - before.at_s)
@@ -133,8 +118,6 @@ async def watch(
 
 
 def measure_scheduler(options: argparse.Namespace) -> dict[str, Any]:
-    from laps_sd.stack.local import LocalStack
-
     progress("starting a scheduler and its record")
     spawn = multiprocessing.get_context("spawn")
     with LocalStack(workers=0, gateways=0, policy=options.policy, log_level="warning") as stack:
