@@ -39,7 +39,7 @@ from typing import Any
 
 from bench._simulations import add_arguments, run_all
 from bench.report import about, columns, command_line, finish, interval, quantile, ratio_interval, table, told
-from scheduler_svc.core.policies import POLICIES, policy_named
+from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
 from simulator.cluster import Cluster
@@ -97,20 +97,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--start-s", type=float, default=START_S, help=f"until a new worker works (default {START_S:g})"
     )
-    parser.add_argument("--policy", default="laps-sd", help="the core's policy (default laps-sd)")
-    parser.add_argument(
-        "--predictor",
-        default="0.3",
-        help="error of the length prediction: sigma of its logarithm, or none (default 0.3)",
-    )
     parser.add_argument("--trace", type=Path, help=f"another trace than {TRACE}; CSV or Mooncake")
     add_arguments(parser)
     parser.add_argument("--figure", type=Path, help="draw the curves into this file (.png or .svg)")
     options = parser.parse_args(given)
     if min(options.seeds, options.processes, options.every) < 1 or options.requests < 2:
         parser.error("--seeds, --every and --processes must be at least 1, --requests at least 2")
-    if options.policy not in POLICIES:
-        parser.error(f"--policy: there is no {options.policy!r}; there are: {', '.join(sorted(POLICIES))}")
     try:
         options.scalings = scalings_of(options)
     except ValueError as error:
@@ -145,14 +137,12 @@ def _jobs(workload: Workload, seed: int, data: Path | None) -> list[Job]:
     return draw(workload, MACHINE, 1, seed, data)[0]
 
 
-def simulate(
-    scaling: Scaling, workload: Workload, policy: str, seed: int, data: Path | None
-) -> dict[str, float]:
+def simulate(scaling: Scaling, workload: Workload, seed: int, data: Path | None) -> dict[str, float]:
     """Run one signal and target on one window. Return figures in seconds unless their
     name has another unit.
     """
     jobs = _jobs(workload, seed, data)
-    cluster = Cluster(jobs, MACHINE, 0, lambda _, settings: policy_named(policy, settings), CoreSettings())
+    cluster = Cluster(jobs, MACHINE, 0, lambda _, settings: policy_named("laps-sd", settings), CoreSettings())
     pods = Pods(cluster, MACHINE, scaling, first=first_of(scaling, jobs))
     outcome = cluster.run()
     latencies = sorted(fate.latency_s for fate in outcome.fates)
@@ -184,7 +174,7 @@ def first_of(scaling: Scaling, jobs: Sequence[Job]) -> int:
 def run_scalings(options: argparse.Namespace, workload: Workload) -> Runs:
     """Run every signal and target on every window."""
     tasks = {
-        (scaling.signal, scaling.target, seed): (scaling, workload, options.policy, seed, options.data)
+        (scaling.signal, scaling.target, seed): (scaling, workload, seed, options.data)
         for seed, scaling in itertools.product(range(1, options.seeds + 1), options.scalings)
     }
     found: Runs = {(each.signal, each.target): [] for each in options.scalings}
@@ -326,15 +316,12 @@ def facts(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
 def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     trace = str(options.trace.absolute()) if options.trace else TRACE
-    known = options.predictor != "none"
     began_s = time.monotonic()
     try:
         workload = Workload(
             requests=options.requests,
             kinds=(Kind(acceptance=ACCEPTANCE),),
-            predictor=Predictor(kind="noisy", sigma=float(options.predictor))
-            if known
-            else Predictor(kind="none"),
+            predictor=Predictor(kind="noisy", sigma=0.3),
             arrivals=Arrivals(process="trace", file=trace, load=0.0, every=options.every),
         )
         runs = run_scalings(options, workload)

@@ -177,7 +177,6 @@ def main(given: list[str] | None = None) -> int:
     parser = command_line("draft-lengths", __doc__)
     parser.add_argument("--rounds", type=int, default=3000, help="rounds of a run (default 3000)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of a workload (default 3)")
-    parser.add_argument("--only", help="only this constant")
     options = parser.parse_args(given)
     workloads = [Workload(*each) for each in itertools.product(MACHINES, BATCHES, RATES)]
     progress(f"{len(workloads)} workloads, {options.seeds} seeds, with the values in the code")
@@ -187,13 +186,11 @@ def main(given: list[str] | None = None) -> int:
         for seed in range(options.seeds)
     }
     rows = []
-    for length in () if options.only else (0, 2, 4):
+    for length in (0, 2, 4):
         row = compared(workloads, base, rounds=options.rounds, fixed=length)
         rows.append({"config": f"always {length} draft tokens", **row})
         progress(f"{rows[-1]['config']}: {row['mean']:.3f}")
     for module, name, low, high in VALUES:
-        if options.only not in (None, name):
-            continue
         for value in (low, high):
             with changed(module, name, value):
                 row = compared(workloads, base, rounds=options.rounds)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench._engine.cells import MAX_LENGTH, cells_for
+from bench._engine.cells import MAX_LENGTH, SEED, cells_for
 from bench._engine.configs import other_engines, ours, transformers_modes
 from bench._engine.goals import goals, verdict
 from bench._engine.heading import facts_of, heading
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench._shapes import write_pair
 
             options.target, options.draft = write_pair(
-                options.shape, folder, dtype=options.dtype, seed=options.seed, max_length=MAX_LENGTH
+                options.shape, folder, dtype=options.dtype, seed=SEED, max_length=MAX_LENGTH
             )
         elif options.target is None:
             options.target, options.draft = DEMO / "target", DEMO / "draft"

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bench._gpu.options import arguments, verdict
+from bench._gpu.options import ACCEPTANCE, TEMPERATURE, arguments, verdict
 from bench._gpu.pair import Bench
 from bench.report import about, finish, progress, table
 
@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": name,
         "shape": options.shape,
         "dtype": options.dtype,
-        "acceptance": options.acceptance,
+        "acceptance": ACCEPTANCE,
         "draft_len": "auto" if options.draft_len is None else options.draft_len,
-        "temperature": options.temperature,
+        "temperature": TEMPERATURE,
         "rounds": options.rounds,
         "torch": torch.__version__,
     }

@@ -1,7 +1,7 @@
 """How well are output lengths predicted from prompts? `laps-sd bench lengths`
 
 Each stream of recorded answers (of one model, or `--by source`, or `--by file`) passes through the scheduler's estimates: a request
-is estimated at its arrival, and learned from when `--lag` more have arrived. Three estimators take the same requests in the same order:
+is estimated at its arrival, and learned from when eight more have arrived. Three estimators take the same requests in the same order:
 
     class      the lengths of earlier requests alone, as without any hint
     scratch    learned from the prompts of this stream alone
@@ -43,6 +43,8 @@ AFTER = (0, 30, 100, 300, 1000, 3000)
 UNLIMITED = 1_000_000
 FEWEST = 150
 """Answers without which a stream is left out."""
+LAG = 8
+"""Requests in flight."""
 MOST = 4000
 """Requests of a stream at most."""
 
@@ -59,7 +61,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what makes a stream (default: model)",
     )
     parser.add_argument("--seeds", type=int, default=3, help="orders of each stream (default 3)")
-    parser.add_argument("--lag", type=int, default=8, help="requests in flight (default 8)")
     return parser.parse_args(argv)
 
 
@@ -89,9 +90,9 @@ class Estimated:
 
 
 def estimates(
-    answers: Sequence[RecordedAnswer], estimator: str, lag: int, cpu_s: list[float] | None = None
+    answers: Sequence[RecordedAnswer], estimator: str, cpu_s: list[float] | None = None
 ) -> Iterator[Estimated]:
-    """Yield the estimate of each request, learning from it `lag` requests later. `cpu_s` receives what the
+    """Yield the estimate of each request, learning from it `LAG` requests later. `cpu_s` receives what the
     prediction of each and learning from it took.
     """
     prompts = PromptLengths(*start_weights()) if estimator == "warm" else PromptLengths()
@@ -103,7 +104,7 @@ def estimates(
         guesses = Guesses(prompt=prompts.predict(features, "", ""))
         left = priors.tokens_left("", 0, UNLIMITED, guesses)
         flying.append((answer, guesses))
-        if len(flying) > lag:
+        if len(flying) > LAG:
             ended, guessed = flying.pop(0)
             priors.observe_length("", ended.output_tokens, guessed)
             if estimator != "class":
@@ -134,7 +135,7 @@ def rows_of(
         random.Random(seed).shuffle(order)
         order = order[:MOST]
         for estimator in ESTIMATORS:
-            found = list(estimates(order, estimator, options.lag, cpu_s if estimator == "warm" else None))
+            found = list(estimates(order, estimator, cpu_s if estimator == "warm" else None))
             for after, until in pairwise((*AFTER, len(order))):
                 window = found[after:until]
                 if len(window) >= min(60, until - after) and len(window) > 1:

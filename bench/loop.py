@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import grpc.aio
 
@@ -35,19 +36,16 @@ from worker_svc.engine.interface import Engine, Sampling, Specification
 from worker_svc.settings import WorkerSettings
 
 GOAL = 0.95
+POLICY = "laps-sd"
+REQUESTS, SLOTS, TOKENS = 64, 8, 96
+"""Requests that wait at once, the batch size of the worker, and the output tokens of each request."""
 
 
 def arguments() -> argparse.Namespace:
     parser = command_line("loop", __doc__)
-    parser.add_argument("--requests", type=int, default=64, help="requests waiting at once (default 64)")
-    parser.add_argument("--slots", type=int, default=8, help="batch size of the worker (default 8)")
-    parser.add_argument("--tokens", type=int, default=96, help="output tokens of each request (default 96)")
     parser.add_argument(
         "--repetitions", type=int, default=12, help="pairs of runs after one to warm up (default 12)"
     )
-    parser.add_argument("--policy", default="laps-sd", help="the scheduler's policy (default laps-sd)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -60,39 +58,34 @@ def prompts(count: int) -> list[str]:
 # -- the bare loop, in its own process ----------------------------------------------------------------------------------
 
 
-def bare(options: argparse.Namespace) -> None:
-    """Run the loop once per line on stdin; print tokens per second."""
+def bare(pipe: Connection) -> None:
+    """Run the loop once for each message, and answer with tokens per second."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     from tokenizers import Tokenizer
 
     from laps_sd.service.config import load
     from worker_svc.demo import TARGET_DIR
     from worker_svc.loading import load as load_engine
 
-    settings = load(
-        WorkerSettings,
-        {"engine": "demo", "slots": options.slots, "device": options.device, "threads": 1},
-        environ={},
-    )
-    engine = load_engine(settings)
+    engine = load_engine(load(WorkerSettings, {"engine": "demo", "slots": SLOTS, "threads": 1}, environ={}))
     tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
-    prompt_ids = [tuple(tokenizer.encode(text).ids) for text in prompts(options.requests)]
-    print("ready", flush=True)
-    for _ in sys.stdin:
+    prompt_ids = [tuple(tokenizer.encode(text).ids) for text in prompts(REQUESTS)]
+    while pipe.recv():
         names = [f"r{number}" for number in range(len(prompt_ids))]
         for number, (name, ids) in enumerate(zip(names, prompt_ids, strict=True)):
             sampling = Sampling(temperature=0.8, top_p=1.0, top_k=0, seed=number)
-            engine.add(Specification(name, ids, (), sampling, options.tokens, ignore_eos=True))
-        print(full_batch_rate(engine, names, options.slots), flush=True)
+            engine.add(Specification(name, ids, (), sampling, TOKENS, ignore_eos=True))
+        pipe.send(full_batch_rate(engine, names))
         for name in engine.known():
             engine.drop(name)
 
 
-def full_batch_rate(engine: Engine, waiting: list[str], slots: int) -> float:
+def full_batch_rate(engine: Engine, waiting: list[str]) -> float:
     """Run these requests, and return tokens per second of the time in which all slots are taken."""
-    running, waiting = waiting[:slots], waiting[slots:]
+    running, waiting = waiting[:SLOTS], waiting[SLOTS:]
     tokens = 0
     started_s = time.perf_counter()
-    while len(running) == slots:
+    while len(running) == SLOTS:
         for step in engine.round(running).requests:
             tokens += len(step.tokens)
             if step.finish is None:
@@ -104,34 +97,10 @@ def full_batch_rate(engine: Engine, waiting: list[str], slots: int) -> float:
     return tokens / (time.perf_counter() - started_s)
 
 
-class BareLoop:
-    """Child process that runs the bare loop on request."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        command = [sys.executable, "-m", "bench.loop", "--bare", *sys.argv[1:]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._read()
-
-    def _read(self) -> str:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            raise SystemExit("the bare loop ended unexpectedly; its error is above")
-        return line
-
-    def run(self) -> float:
-        assert self._child.stdin is not None
-        self._child.stdin.write("go\n")
-        self._child.stdin.flush()
-        return float(self._read())
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait()
+def rate_of(loop: Connection) -> float:
+    """Let the bare loop run once."""
+    loop.send(True)
+    return float(loop.recv())
 
 
 # -- the stack ----------------------------------------------------------------------------------------------------------
@@ -156,7 +125,7 @@ def read_worker(stack: LocalStack) -> Reading:
     return Reading(page.total("laps_sd_worker_tokens_total"), sum(by_phase.values()), by_phase["idle"])
 
 
-async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> tuple[float, float]:
+async def through_the_stack(stack: LocalStack) -> tuple[float, float]:
     """Send all requests at once through the public API. Return the worker's tokens per second while its batch
     is full, and the share of that time in which its device was idle.
     """
@@ -165,16 +134,16 @@ async def through_the_stack(stack: LocalStack, options: argparse.Namespace) -> t
 
     async def one(stub: inference_pb2_grpc.InferenceStub, number: int, text: str) -> None:
         nonlocal ended
-        sampling = pb.SamplingParams(max_tokens=options.tokens, temperature=0.8, seed=number, ignore_eos=True)
+        sampling = pb.SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=number, ignore_eos=True)
         await stub.Generate(pb.GenerateRequest(text=text, sampling=sampling))  # type: ignore[misc]  # generated for blocking channels
         ended += 1
-        if ended > options.requests - options.slots:
-            full.set()  # fewer than `slots` are left from here on
+        if ended > REQUESTS - SLOTS:
+            full.set()  # fewer than `SLOTS` are left from here on
 
     before = read_worker(stack)
     async with grpc.aio.insecure_channel(stack.gateway_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        texts = prompts(options.requests)
+        texts = prompts(REQUESTS)
         running = [asyncio.create_task(one(stub, number, text)) for number, text in enumerate(texts)]
         await full.wait()
         after = await asyncio.to_thread(read_worker, stack)
@@ -196,30 +165,29 @@ class Pair:
         return self.stack / self.bare
 
 
-def run_pair(loop: BareLoop, stack: LocalStack, options: argparse.Namespace, *, stack_first: bool) -> Pair:
+def run_pair(loop: Connection, stack: LocalStack, *, stack_first: bool) -> Pair:
     if stack_first:
-        rate, idle = asyncio.run(through_the_stack(stack, options))
-        return Pair(loop.run(), rate, idle)
-    bare_rate = loop.run()
-    return Pair(bare_rate, *asyncio.run(through_the_stack(stack, options)))
+        rate, idle = asyncio.run(through_the_stack(stack))
+        return Pair(rate_of(loop), rate, idle)
+    bare_rate = rate_of(loop)
+    return Pair(bare_rate, *asyncio.run(through_the_stack(stack)))
 
 
 def main() -> int:
     options = arguments()
-    if options.bare:
-        bare(options)
-        return 0
-    if options.repetitions < 2 or options.requests <= options.slots:
-        raise SystemExit("--repetitions must be at least 2, and --requests more than --slots")
+    if options.repetitions < 2:
+        raise SystemExit("--repetitions must be at least 2")
     progress("starting the bare loop and the stack")
-    loop = BareLoop(options)
+    spawn = multiprocessing.get_context("spawn")
+    loop, theirs = spawn.Pipe()
+    child = spawn.Process(target=bare, args=(theirs,), daemon=True)
+    child.start()
+    theirs.close()
     pairs: list[Pair] = []
-    with LocalStack(
-        engine="demo", slots=options.slots, policy=options.policy, device=options.device
-    ) as stack:
+    with LocalStack(engine="demo", slots=SLOTS, policy=POLICY) as stack:
         for repetition in range(options.repetitions + 1):
             # Every other pair in reverse order, so that neither side always runs on the warmer machine.
-            pair = run_pair(loop, stack, options, stack_first=repetition % 2 == 0)
+            pair = run_pair(loop, stack, stack_first=repetition % 2 == 0)
             note = " (warm-up, not counted)" if repetition == 0 else ""
             progress(
                 f"{repetition}/{options.repetitions}  bare {pair.bare:.0f} tokens/s, "
@@ -227,12 +195,13 @@ def main() -> int:
             )
             if repetition:
                 pairs.append(pair)
-    loop.close()
+    loop.send(False)
+    child.join()
     found = median_interval([pair.ratio for pair in pairs])
     rows = [
         {
-            "config": f"batch {options.slots}, {options.requests} requests of {options.tokens} tokens",
-            "policy": options.policy,
+            "config": f"batch {SLOTS}, {REQUESTS} requests of {TOKENS} tokens",
+            "policy": POLICY,
             "bare_tokens_per_s": median_interval([pair.bare for pair in pairs]).middle,
             "stack_tokens_per_s": median_interval([pair.stack for pair in pairs]).middle,
             **columns("ratio_bare", found),

@@ -8,7 +8,7 @@ earlier ones were taken, for a minute. The run fails unless
   * everything that was accepted ends successfully, and no later than the reserved share allows
     (docs/policies.md): the rounds of all older requests that were unfinished then, divided by the reserved
     slots of all workers, and its own rounds, at the pace of this very run;
-  * tokens per second do not fall below --keep of the sustained rate;
+  * tokens per second do not fall below half of the sustained rate;
   * no process dies, and the memory of none keeps growing.
 """
 
@@ -33,6 +33,10 @@ from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2 as pb
 
 FACTOR = 10
+WORKERS, SLOTS = 2, 4
+KEPT = 0.5
+"""Least share of the sustained rate under overload."""
+SEED = 1
 TOKENS = (20, 180)
 MEAN_TOKENS = sum(TOKENS) / 2
 HANDOVER_ROUNDS = 2
@@ -43,19 +47,11 @@ travel in that time."""
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = command_line("overload", __doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload (default 60)")
-    parser.add_argument("--workers", type=int, default=2, help="(default 2)")
-    parser.add_argument("--slots", type=int, default=4, help="of each worker (default 4)")
     parser.add_argument("--queue", type=int, default=64, help="unfinished requests at most (default 64)")
     parser.add_argument(
         "--round-s", type=float, default=0.1, help="of a round of the fake engine (default 0.1)"
     )
-    parser.add_argument("--keep", type=float, default=0.5, help="of the sustained rate (default 0.5)")
-    parser.add_argument("--policy", default="laps-sd", help="the scheduler's policy (default laps-sd)")
-    parser.add_argument("--seed", type=int, default=1, help="of the requests (default 1)")
-    options = parser.parse_args(given)
-    if options.slots < 2 or options.workers < 1:
-        parser.error("--slots must be at least 2, --workers at least 1")
-    return options
+    return parser.parse_args(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +135,10 @@ def rounds_run(stack: LocalStack) -> dict[str, float]:
     }
 
 
-async def sustained(client: AsyncClient, options: argparse.Namespace) -> float:
+async def sustained(client: AsyncClient) -> float:
     """Return the tokens per second with all slots taken and no request waiting."""
-    rng = random.Random(options.seed)
-    slots = options.workers * options.slots
+    rng = random.Random(SEED)
+    slots = WORKERS * SLOTS
     tally = Tally()
 
     async def lane(first: int) -> None:
@@ -162,7 +158,7 @@ async def overload(
     """Return the tally of all that arrived, the tokens per second until the last of them had ended, the
     number of arrivals, and the seconds of a round on the slowest worker while all slots were taken.
     """
-    rng = random.Random(options.seed + 1)
+    rng = random.Random(SEED + 1)
     tally = Tally()
     running: set[asyncio.Task[None]] = set()
     before = await asyncio.to_thread(rounds_run, stack)
@@ -191,7 +187,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
     memory = Memory(stack, warm_s=min(20.0, options.seconds / 3))
     watching = asyncio.create_task(memory.watch())
     async with AsyncClient(stack.gateway_address) as client:
-        calm_per_s = await sustained(client, options)
+        calm_per_s = await sustained(client)
         progress(f"sustained: {calm_per_s:.0f} tokens/s; now {FACTOR} times that for {options.seconds:g} s")
         tally, tokens_per_s, arrived, round_s = await overload(
             client, options, FACTOR * calm_per_s / MEAN_TOKENS, stack
@@ -202,7 +198,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
     full_queue_s = options.queue * MEAN_TOKENS / max(tokens_per_s, 1e-9)
     ordered = sorted(served.latency_s for served in tally.served)
     p99_s = quantile(ordered, 0.99) if ordered else float("inf")
-    reserved = options.workers * reserved_slots(options.slots)
+    reserved = WORKERS * reserved_slots(SLOTS)
     shares = [
         (served.ended_s - served.accepted_s) / (rounds * round_s)
         for served, rounds in allowed_rounds(tally, reserved)
@@ -211,8 +207,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
     growth_mib = max(memory.growth().values(), default=0.0)
     rows = [
         {
-            "config": f"{options.workers} x {options.slots} slots, queue {options.queue}",
-            "policy": options.policy,
+            "config": f"{WORKERS} x {SLOTS} slots, queue {options.queue}",
             "arrived": arrived,
             "completed": len(ordered),
             "refused": tally.refused,
@@ -238,7 +233,7 @@ async def run(options: argparse.Namespace, stack: LocalStack) -> int:
         missed.append("nothing was refused: this was no overload")
     if late:
         missed.append(f"{late} took longer than the reserved share allows, one {max(shares):.2f} times that")
-    if tokens_per_s < options.keep * calm_per_s:
+    if tokens_per_s < KEPT * calm_per_s:
         missed.append(f"{tokens_per_s:.0f} tokens per s, {calm_per_s:.0f} without overload")
     if growth_mib > GROWTH_MIB:
         missed.append(f"a process grew by {growth_mib:.0f} MiB")
@@ -261,9 +256,8 @@ def main(given: list[str] | None = None) -> int:
     }
     with LocalStack(
         engine="fake",
-        workers=options.workers,
-        slots=options.slots,
-        policy=options.policy,
+        workers=WORKERS,
+        slots=SLOTS,
         environment=environment,
     ) as stack:
         return asyncio.run(run(options, stack))

@@ -1,14 +1,14 @@
 """How long does a long prompt delay requests that decode, and they it? `laps-sd bench prefill`
 
-A random target of a small model's shape (135 M weights, bfloat16), one thread, no draft tokens, CPU time of the process. `--batch`
-requests decode; then `--prompts` long prompts arrive, and rounds run until each has its first token. All ways use the
+A random target of a small model's shape (135 M weights, bfloat16), one thread, no draft tokens, CPU time of the process. Eight
+requests decode; then a long prompt arrives, and rounds run until it has its first token. All ways use the
 same engine and weights, and take turns:
 
-    by tokens     a round computes `--prefill-chunk` context tokens, however long that takes
+    by tokens     a round computes 512 context tokens, however long that takes
     N s           in addition, a round takes at most N seconds, or 3 times the round without context if that is longer
 
 *Gap* is the longest round, since every decoding request gets a token in each: in milliseconds, and in rounds
-without context. *First token* is that of the last of the long prompts, and relative to *by tokens*.
+without context. *First token* is that of the long prompt, and relative to *by tokens*.
 
 Goals: at the worker's default the longest gap is at most 4 rounds without context; at twice the default the first token
 takes at most 1.3 times as long as by tokens alone. Both at once are out of reach: of 4 rounds' time one is decoding, so that
@@ -28,12 +28,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench._shapes import PAIRS, Shape, random_model
-from bench.report import command_line, finish, progress, table
+from bench._shapes import Shape, random_model
+from bench.report import about, command_line, finish, progress, table
 
-SMALL = Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_size=64, inner=1536, vocab=49152)
+SHAPE = Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_size=64, inner=1536, vocab=49152)
 """SmolLM-135M's."""
-SHAPES = {"135m": SMALL, "tiny": PAIRS["tiny"][0]}
+TOKENS = 4000
+"""Of the long prompt."""
+BATCH, CONTEXT = 8, 256
+"""Requests that decode, and tokens of their prompts."""
+CHUNK = 512
+"""Context tokens of a round, at most."""
 PLAIN_ROUNDS = 24
 """Rounds without context on either side of the prompts, from which the time of such a round is known."""
 GOAL_GAP = 4.0
@@ -42,24 +47,12 @@ GOAL_FIRST = 1.3
 
 def arguments() -> argparse.Namespace:
     parser = command_line("prefill", __doc__)
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens of a long prompt (default 4000)")
-    parser.add_argument(
-        "--prompts", type=int, default=1, help="long prompts that arrive together (default 1)"
-    )
-    parser.add_argument("--batch", type=int, default=8, help="requests that decode (default 8)")
-    parser.add_argument("--context", type=int, default=256, help="tokens of their prompts (default 256)")
-    parser.add_argument(
-        "--prefill-chunk", type=int, default=512, help="context tokens of a round, at most (default 512)"
-    )
     parser.add_argument(
         "--max-round-s",
         type=lambda text: [float(part) for part in text.split(",")],
         help="limits to measure (default: 0, the worker's, and its double)",
     )
     parser.add_argument("--turns", type=int, default=3, help="turns of every way (default 3)")
-    parser.add_argument(
-        "--shape", choices=SHAPES, default="135m", help="tiny tests the benchmark (default 135m)"
-    )
     return parser.parse_args()
 
 
@@ -75,54 +68,50 @@ def default_limit_s() -> float:
 class Bench:
     """The engine, and the requests that decode in it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self) -> None:
         import torch
 
         from worker_svc.engine.load import load_engine
         from worker_svc.engine.options import LoadOptions
 
         torch.set_num_threads(1)
-        longest = max(options.tokens, options.context) + 1024
-        self._options = options
-        self._vocab = SHAPES[options.shape].vocab
+        longest = TOKENS + 1024
         self._names: Iterator[int] = itertools.count()
         with tempfile.TemporaryDirectory() as folder:
-            random_model(
-                SHAPES[options.shape], dtype=torch.bfloat16, device="cpu", seed=0, max_length=longest
-            ).save_pretrained(folder)
+            model = random_model(SHAPE, dtype=torch.bfloat16, device="cpu", seed=0, max_length=longest)
+            model.save_pretrained(folder)
             self._engine = load_engine(
                 folder,
                 options=LoadOptions(
                     dtype="bfloat16",
-                    slots=options.batch + options.prompts,
-                    blocks=(options.batch * (options.context + 1024) + options.prompts * longest) // 16,
+                    slots=BATCH + 1,
+                    blocks=(BATCH * (CONTEXT + 1024) + longest) // 16,
                     max_length=longest,
                     drafter="none",
-                    prefill_chunk=options.prefill_chunk,
+                    prefill_chunk=CHUNK,
                     length_probe=False,
                 ),
             )
 
     def run(self, limit_s: float | None, draw: random.Random) -> dict[str, float]:
         """Return the measurements of one way; `limit_s` None: by tokens."""
-        engine, options = self._engine, self._options
+        engine = self._engine
         engine.rounds.planner.max_round_s = None
-        decoding = [self._add(options.context, 1000, draw) for _ in range(options.batch)]
+        decoding = [self._add(CONTEXT, 1000, draw) for _ in range(BATCH)]
         while not all(report.tokens for report in engine.round(decoding).requests):
             pass
         engine.rounds.planner.max_round_s = limit_s
         plain = [self._seconds(decoding) for _ in range(PLAIN_ROUNDS)]
-        prompts = [self._add(options.tokens, 2, draw) for _ in range(options.prompts)]
+        prompt = self._add(TOKENS, 2, draw)
         rounds: list[float] = []
-        waiting = list(prompts)
-        while waiting:
+        while True:
             began = time.process_time()
-            result = engine.round([*decoding, *waiting])
+            *others, own = engine.round([*decoding, prompt]).requests
             rounds.append(time.process_time() - began)
-            assert all(report.tokens for report in result.requests[: len(decoding)])
-            waiting = [report.request_id for report in result.requests[len(decoding) :] if not report.tokens]
-        for name in prompts:
-            engine.drop(name)
+            assert all(report.tokens for report in others)
+            if own.tokens:
+                break
+        engine.drop(prompt)
         plain += [self._seconds(decoding) for _ in range(PLAIN_ROUNDS)]
         for name in decoding:
             engine.drop(name)
@@ -140,7 +129,7 @@ class Bench:
         from worker_svc.engine.interface import Sampling, Specification
 
         name = str(next(self._names))
-        ids = tuple(draw.randrange(3, self._vocab) for _ in range(tokens))
+        ids = tuple(draw.randrange(3, SHAPE.vocab) for _ in range(tokens))
         self._engine.add(Specification(name, ids, (), Sampling(0.8, seed=1), output, ignore_eos=True))
         return name
 
@@ -152,7 +141,7 @@ class Bench:
 
 def measure(options: argparse.Namespace, limits_s: list[float]) -> list[dict[str, Any]]:
     """Return a row for each way: medians of the turns, and ratios that are paired by turn."""
-    bench, draw = Bench(options), random.Random(0)
+    bench, draw = Bench(), random.Random(0)
     ways: list[float | None] = [None, *limits_s]
     taken: dict[float | None, list[dict[str, float]]] = {way: [] for way in ways}
     for turn in range(options.turns):
@@ -181,7 +170,7 @@ def main() -> int:
     limits_s = options.max_round_s or [0.0, default_s, 2 * default_s]
     rows = measure(options, limits_s)
     table(
-        f"{options.prompts} × {options.tokens} prompt tokens and {options.batch} requests that decode, {options.shape}, CPU time (median of {options.turns})",
+        f"{TOKENS} prompt tokens and {BATCH} requests that decode, CPU time (median of {options.turns})",
         [
             {
                 "": named(row["max_round_s"]),
@@ -206,14 +195,7 @@ def main() -> int:
         f"first token {usual['of_by_tokens']:.2f} of that by tokens; at {named(longer['max_round_s'])}: "
         f"{longer['gap_rounds']:.1f} and {longer['of_by_tokens']:.2f} (goal {GOAL_FIRST:g})",
         met=usual["gap_rounds"] <= GOAL_GAP and longer["of_by_tokens"] <= GOAL_FIRST,
-        about={
-            "tokens": options.tokens,
-            "prompts": options.prompts,
-            "batch": options.batch,
-            "context": options.context,
-            "prefill_chunk": options.prefill_chunk,
-            "turns": options.turns,
-        },
+        about=about("prefill", sys.argv[1:]),
     )
 
 

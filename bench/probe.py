@@ -33,6 +33,7 @@ from bench.report import Interval, about, command_line, finish, kendall_tau, pro
 
 KINDS = ("story", "log", "json", "prose")
 MAX_LENGTH = 1024
+SEED = 7
 DRAFT_LEN = 3
 SLICE_S = 0.03
 """CPU seconds after which the other engine has its turn."""
@@ -177,11 +178,11 @@ def specs_of(options: argparse.Namespace, turn: int = 0) -> list[Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     kinds = EVERY if options.kinds == "all" else options.kinds.split(",")
-    prompts = [one for kind in kinds for one in demo_prompts(kind, options.prompts, options.seed)]
-    random.Random(options.seed).shuffle(prompts)
+    prompts = [one for kind in kinds for one in demo_prompts(kind, options.prompts, SEED)]
+    random.Random(SEED).shuffle(prompts)
     return [
         Specification(
-            f"{turn}-{n}", tuple(tokenizer(one.text)["input_ids"]), (), Sampling(options.temperature, seed=n + 1000 * turn), options.tokens
+            f"{turn}-{n}", tuple(tokenizer(one.text)["input_ids"]), (), Sampling(1.0, seed=n + 1000 * turn), options.tokens
         )
         for n, one in enumerate(prompts)
     ]  # fmt: skip
@@ -232,7 +233,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of prompts, or all")
     parser.add_argument("--prompts", type=int, default=150, help="prompts of each kind")
     parser.add_argument("--tokens", type=int, default=600, help="largest output")
-    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--batch", type=int, default=16, help="requests at a time")
     parser.add_argument(
         "--first", type=int, default=90, help="requests that are not judged, only learnt from"
@@ -240,7 +240,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--turns", type=int, default=4, help="passes that measure the cost; 0: it is not measured"
     )
-    parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args(argv)
     if options.target is None:
         options.target, options.draft = DEMO / "target", DEMO / "draft"

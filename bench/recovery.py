@@ -7,7 +7,6 @@ first turn, in a process that runs nothing else; the record works on another cor
 
 Columns: seconds of the clock, and of CPU in the leader's process (core `compiled` or not) and in the
 record's; the longest time between two renewals of the lease, which a leader renews three times per period.
-`--profile` prints where a further recovery spends its time.
 
 Goal: less than 5 s for 100,000 requests, and no two renewals further apart than the lease lasts.
 """
@@ -16,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import gc
-import pstats
 import random
 import resource
 import sys
@@ -52,7 +49,9 @@ GOAL_REQUESTS = 100_000
 LEASE_S = 3.0
 """The default of a scheduler."""
 SHARD = "main"
-SLOTS = 64
+WORKERS, SLOTS = 50, 64
+OUTPUT_TOKENS = 100
+"""Of each request on a worker."""
 PROMPT_TOKENS = 64
 MEDIAN_TOKENS = 250
 FILL_TOGETHER = 512
@@ -64,16 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--requests", type=int, default=GOAL_REQUESTS, help=f"unfinished requests (default {GOAL_REQUESTS})"
     )
-    parser.add_argument(
-        "--workers", type=int, default=50, help=f"workers with {SLOTS} of them each (default 50)"
-    )
-    parser.add_argument(
-        "--output-tokens", type=int, default=100, help="outputs of each request on a worker (default 100)"
-    )
     parser.add_argument("--repetitions", type=int, default=3, help="recoveries (default 3)")
-    parser.add_argument(
-        "--profile", action="store_true", help="print the functions that take most of the time"
-    )
     return parser.parse_args()
 
 
@@ -115,12 +105,12 @@ async def fill(url: str, options: argparse.Namespace) -> None:
         await store.submit([a_request(first + at, PROMPT_TOKENS, rng) for at in range(count)])
         if first % (64 * FILL_TOGETHER) == 0:
             progress(f"filling: {first + count} of {options.requests}")
-    running = [f"{SHARD}.{number:026d}" for number in range(min(options.requests, options.workers * SLOTS))]
+    running = [f"{SHARD}.{number:026d}" for number in range(min(options.requests, WORKERS * SLOTS))]
     batch = Batch(store)
     batch.lease([Lease(name, f"worker-{at // SLOTS}", 1) for at, name in enumerate(running)])
     await batch.execute()
-    half = options.output_tokens // 2
-    for position, count in ((0, half), (half, options.output_tokens - half)):
+    half = OUTPUT_TOKENS // 2
+    for position, count in ((0, half), (half, OUTPUT_TOKENS - half)):
         batch = Batch(store)
         batch.commit(
             [
@@ -169,7 +159,7 @@ class Renewals:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profile | None) -> dict[str, Any]:
+async def recover(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Lead, recover, and give the lead up."""
     settings = load(SchedulerSettings, {"redis_url": url, "shard": SHARD}, environ={})
     store = Store(url, SHARD, timeout_s=60)
@@ -185,11 +175,7 @@ async def recover(url: str, options: argparse.Namespace, profile: cProfile.Profi
         gc.freeze()
         renewals = Renewals(store)
         cpu_s, began_record_s, began_s = time.process_time(), await record_cpu_s(), time.perf_counter()
-        if profile is not None:
-            profile.enable()
         loop = await leadership._recovered_loop()
-        if profile is not None:
-            profile.disable()
         seconds = time.perf_counter() - began_s
         await renewals.stop()
         row = {
@@ -213,11 +199,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder)).start() as server:
         uvloop.run(fill(server.url, options))
-        rows += [uvloop.run(recover(server.url, options, None)) for _ in range(options.repetitions)]
-        if options.profile:
-            profile = cProfile.Profile()
-            uvloop.run(recover(server.url, options, profile))
-            pstats.Stats(profile).sort_stats("tottime").print_stats(35).sort_stats("cumtime").print_stats(50)
+        rows += [uvloop.run(recover(server.url, options)) for _ in range(options.repetitions)]
     table(f"A new leader reads {options.requests} unfinished requests", rows)
     slowest_s = max(row["seconds"] for row in rows)
     gap_s = max(row["longest_without_renewal_s"] for row in rows)

@@ -18,6 +18,7 @@ BOTH = "both"
 LEAST_PROMPTS = 48
 LEAST_OF_A_KIND = 32
 PROMPT_TOKENS = 64  # of a random pair
+SEED = 0  # of prompts, and of random weights
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,12 @@ def _demo_texts(
 
     def texts(batch: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         for kind in (MIXED, *kinds):
-            usual = max(LEAST_PROMPTS, 2 * batch) if kind == MIXED else max(LEAST_OF_A_KIND, batch)
-            count = options.prompts or usual
+            count = max(LEAST_PROMPTS, 2 * batch) if kind == MIXED else max(LEAST_OF_A_KIND, batch)
             if kind == HELD_OUT:
-                prompts = held_out_prompts(count, options.seed)
+                prompts = held_out_prompts(count)
             else:
-                prompts = [
-                    one.text for one in demo_prompts(None if kind == MIXED else kind, count, options.seed)
-                ]
+                demo = demo_prompts(None if kind == MIXED else kind, count, SEED)
+                prompts = [one.text for one in demo]
             yield kind, [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
 
     return texts
@@ -108,8 +107,8 @@ def _random_texts(
     vocab = PAIRS[options.shape][0].vocab
 
     def texts(batch: int) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-        rng = random.Random(options.seed)
-        count = options.prompts or max(4, batch)
+        rng = random.Random(SEED)
+        count = max(4, batch)
         yield MIXED, [tuple(rng.randrange(vocab) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
 
     return texts

@@ -33,10 +33,6 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
     parser.add_argument("--tokens", type=int, help="tokens per request at most (default 96; with --shape 32)")
     parser.add_argument("--turns", type=int, help="turns of every cell (default 5; of the table 6)")
     parser.add_argument(
-        "--prompts", type=int, default=0,
-        help="prompts of a cell; 0: of the mix twice the batch, 48 at least, of one kind the batch, 32 at least; with --shape the batch, 4 at least",
-    )  # fmt: skip
-    parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
         help="default float32; bfloat16 with --shape, but for tiny",
@@ -45,7 +41,6 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         "--threads", type=_threads,
         help="threads of an operation, or `all` cores (default 1); of the table several (default 1,2,4, as far as the machine has them)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of random weights")
     parser.add_argument(
         "--no-peers",
         action="store_true",

@@ -19,9 +19,8 @@ def engine(path: Path) -> Iterator[str]:
     """Yield the section on tokens per CPU second of the worker's engine and of others."""
     rows, source, about = read_rows(path)
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "vllm", "openvino") if name in about)
-    cpu = f", on a CPU with {about['cpu']}" if "cpu" in about else ""
     yield f"The same pair, prompts, precision ({about['dtype']}) and number of threads ({about['threads']}); tokens per second of CPU time, all kinds of prompts in"
-    yield f"equal parts, temperature 0, with up to this number of requests at a time; {versions}{cpu}. {source}."
+    yield f"equal parts, temperature 0, with up to this number of requests at a time; {versions}, on a CPU with {about['cpu']}. {source}."
     yield from _sizes(about)
     yield from _speeds(rows, texts=True)
     yield "Ratios of our engine with speculation, paired by turn, with their 95 % intervals; against several modes of one engine, to the best of them."

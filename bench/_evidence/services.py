@@ -13,9 +13,9 @@ from bench._markdown import spread, table
 
 def policy_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of single policies in the results of `laps-sd bench serve`; the others are single runs,
-    lengths and verdicts. Older results name no hints: all of theirs were off by 0.3.
+    lengths and verdicts.
     """
-    return [{"hints": "0.3", **row} for row in rows if "policy" in row and not row.get("run")]
+    return [row for row in rows if "policy" in row and not row.get("run")]
 
 
 def served(path: Path) -> Iterator[str]:
@@ -24,7 +24,7 @@ def served(path: Path) -> Iterator[str]:
     """
     rows, source, _ = read_rows(path)
     policies = policy_rows(rows)
-    goals = [{"hints": "0.3", **row} for row in rows if row.get("verdict")]
+    goals = [row for row in rows if row.get("verdict")]
     lengths = [row for row in rows if row.get("lengths")]
     yield "Gateway, scheduler, record and one worker with the demo pair, each a process; an open loop of requests through the public gRPC API, the"
     yield f"same for every policy of a seed. {source}."

@@ -9,6 +9,9 @@ from typing import Any
 from bench._shapes import PAIRS
 from bench.report import command_line, numbers
 
+ACCEPTANCE = 0.7
+"""Chance that a proposal is kept."""
+TEMPERATURE = 0.8
 GOAL_OTHER = 0.10
 GOAL_BATCH = 32
 
@@ -25,11 +28,7 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         default=[1024, 8192],
         help="tokens before the timed rounds (default 1024,8192)",
     )
-    parser.add_argument(
-        "--acceptance", type=float, default=0.7, help="chance that a proposal is kept (default 0.7)"
-    )
     parser.add_argument("--draft-len", type=int, help="always so many proposals (default: by goodput)")
-    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--rounds", type=int, default=50, help="timed rounds (default 50)")
     parser.add_argument("--prefill-chunk", type=int, default=8192, help="context tokens prefilled per round")
     parser.add_argument(
@@ -39,7 +38,6 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         "--peak", type=float, help="of the device, dense TFLOP/s, where its name is not known"
     )
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     if (options.bandwidth is None) != (options.peak is None):
         parser.error("--bandwidth and --peak go together")

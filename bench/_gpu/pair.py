@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from bench._gpu.limits import least_s, limits_of
+from bench._gpu.options import ACCEPTANCE, TEMPERATURE
 from bench._gpu.stopwatch import DRAFT, VERIFY, Stopwatch
 from bench._shapes import PAIRS, random_model
 
@@ -46,7 +47,7 @@ class Bench:
                 shape,
                 dtype=self._dtype,
                 device=options.device,
-                seed=options.seed + at,
+                seed=at,
                 max_length=self._length,
             )
             for at, shape in enumerate(self.shapes)
@@ -97,7 +98,7 @@ class Bench:
                 draft_len=options.draft_len,
             ),
         )
-        self._engine = synthetic(engine, options.acceptance)
+        self._engine = synthetic(engine, ACCEPTANCE)
         if options.draft_len is None:
             self._engine.calibrate(2.0)
         self._stopwatch.watch(packed[0], VERIFY)
@@ -121,13 +122,13 @@ class Bench:
         from worker_svc.engine.interface import Sampling, Specification
 
         options, engine = self._options, self._engine
-        rng = random.Random(options.seed)
+        rng = random.Random(0)
         vocab = self.shapes[0].vocab
         run = [f"r{number}" for number in range(batch)]
         try:
             for number, name in enumerate(run):
                 prompt = tuple(rng.randrange(vocab) for _ in range(context))
-                sampling = Sampling(options.temperature, seed=number)
+                sampling = Sampling(TEMPERATURE, seed=number)
                 engine.add(Specification(name, prompt, (), sampling, self._growth, ignore_eos=True))
             began = time.perf_counter()
             while any(step.prefilled for step in engine.round(run).requests):
@@ -258,11 +259,9 @@ class Bench:
         no memory for it.
         """
         torch, options = self._torch, self._options
-        generator = torch.Generator().manual_seed(options.seed)
+        generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.shapes[0].vocab, (batch, context), generator=generator).to(options.device)
-        settings: dict[str, Any] = {"do_sample": False}
-        if options.temperature:
-            settings = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+        settings: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
 
         def generate(tokens: int) -> float:
             with torch.inference_mode():

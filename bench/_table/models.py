@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from bench._engine.cells import SEED
 from bench._peers import convert
 from bench._shapes import PAIRS, write_model
 from bench._table.homes import REQUIREMENTS
@@ -24,7 +25,7 @@ GROUPS = (128, 64, 32)
 """Weights with one scale in OpenVINO's int4: the first that divides the sizes of the model."""
 
 
-def directory(model: Model, cache: Path, seed: int) -> Path:
+def directory(model: Model, cache: Path) -> Path:
     """Return the directory of a model: the demo's target, or random weights of a shape, in bfloat16."""
     if model.name == "demo":
         return DEMO / "target"
@@ -32,9 +33,9 @@ def directory(model: Model, cache: Path, seed: int) -> Path:
 
     def write(place: Path) -> None:
         progress(f"making the random weights of {model.name}")
-        write_model(shape, place, dtype="bfloat16", seed=seed, max_length=2 * MAX_LENGTH)
+        write_model(shape, place, dtype="bfloat16", seed=SEED, max_length=2 * MAX_LENGTH)
 
-    return _once(cache / "models" / f"{model.name}-{seed}", write)
+    return _once(cache / "models" / f"{model.name}-{SEED}", write)
 
 
 def converted(source: Path, model: Model, entry: Entry, python: str, cache: Path) -> Path | None:
@@ -67,10 +68,10 @@ def sizes(source: Path) -> dict[str, int]:
     return {"parameters": stored_parameters(source) or 0, "bytes": sum(file.stat().st_size for file in files)}
 
 
-def prompts(model: Model, source: Path, count: int, seed: int) -> tuple[list[list[int]], list[int]]:
+def prompts(model: Model, source: Path, count: int) -> tuple[list[list[int]], list[int]]:
     """Return the prompts of requests that decode, and the long one, as token ids."""
     if model.prompt_tokens is not None:
-        rng, vocab = random.Random(seed), PAIRS[model.name][0].vocab
+        rng, vocab = random.Random(SEED), PAIRS[model.name][0].vocab
         short = [[rng.randrange(vocab) for _ in range(model.prompt_tokens)] for _ in range(count)]
         return short, [rng.randrange(vocab) for _ in range(LONG_PROMPT_TOKENS)]
     from transformers import AutoTokenizer
@@ -78,7 +79,7 @@ def prompts(model: Model, source: Path, count: int, seed: int) -> tuple[list[lis
     from demo.prompts import demo_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    texts = demo_prompts(None, max(count, LONG_PROMPT_TOKENS // 4), seed)
+    texts = demo_prompts(None, max(count, LONG_PROMPT_TOKENS // 4), SEED)
     ids = [list(tokenizer(prompt.text)["input_ids"]) for prompt in texts]
     return ids[:count], [token for one in ids for token in one][:LONG_PROMPT_TOKENS]
 

@@ -60,8 +60,8 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in options.models:
         model = MODELS[name]
-        source = models.directory(model, options.cache, options.seed)
-        short, _ = models.prompts(model, source, max(options.batch), options.seed)
+        source = models.directory(model, options.cache)
+        short, _ = models.prompts(model, source, max(options.batch))
         lengths = sorted(map(len, short))
         found[name] = {
             **models.sizes(source),

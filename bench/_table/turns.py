@@ -111,14 +111,14 @@ def prepare(session: Session, options: argparse.Namespace) -> None:
 
 def _setup(session: Session, entry: Entry, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Return the interpreter of an engine, and its setup."""
-    source = models.directory(session.model, options.cache, options.seed)
+    source = models.directory(session.model, options.cache)
     python, place = sys.executable, None
     if entry.engine != OURS:
         python = interpreter(entry.engine, getattr(options, entry.engine), options.cache)
         place = models.converted(source, session.model, entry, python, options.cache)
     quantized = entry.precision in QUANTIZED
     slots = max((task for task in session.tasks if isinstance(task, int)), default=1)
-    short, long = models.prompts(session.model, source, slots, options.seed)
+    short, long = models.prompts(session.model, source, slots)
     return python, {
         "task": "steps",
         "engine": entry.engine,

@@ -328,13 +328,13 @@ def test_the_group_of_int4_divides_the_sizes_of_the_model(tmp_path: Path):
 def test_the_longest_context_of_each_model_fits():
     turns = options().turns
     for model in MODELS.values():
-        short, _ = models.prompts(model, DEMO / "target", 16, 0)
+        short, _ = models.prompts(model, DEMO / "target", 16)
         tokens = max(map(len, short)) + 2 + model.generated_tokens(turns) + SPARE_TOKENS
         assert tokens <= MAX_LENGTH
 
 
 def test_the_long_prompt_is_as_long_as_it_is_called():
     for model in MODELS.values():
-        short, long = models.prompts(model, DEMO / "target", 3, 0)
+        short, long = models.prompts(model, DEMO / "target", 3)
         assert len(short) == 3
         assert len(long) == 1000
