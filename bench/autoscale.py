@@ -343,9 +343,7 @@ def main(given: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - began_s) / 60
     return finish(
         rows + compared,
-        about=about("autoscale", sys.argv[1:] if given is None else given)
-        | facts(options, workload)
-        | {"chosen_target": chosen_target(rows)},
+        about=about("autoscale", given) | facts(options, workload) | {"chosen_target": chosen_target(rows)},
         json_file=options.json,
         summary=f"devices for equal p99: {said}; target {chosen_target(rows)}; {options.seeds} windows, "
         f"{minutes:.1f} minutes",

@@ -64,9 +64,7 @@ def main() -> int:
         )
         rows += carried
     met, summary = verdict(core, options.goal_ms)
-    return finish(
-        rows, json_file=options.json, summary=summary, met=met, about=about("control", sys.argv[1:])
-    )
+    return finish(rows, json_file=options.json, summary=summary, met=met, about=about("control"))
 
 
 if __name__ == "__main__":

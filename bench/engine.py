@@ -44,10 +44,9 @@ from laps_sd.service.model_dir import end_ids
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
     options = arguments(argv, __doc__)
     if options.table:
-        return run_table(options, given)
+        return run_table(options, argv)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
     from transformers.utils import logging as transformers_logging
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         others, versions = other_engines(options, cells, folder, stack)
         configs = [*ours(options), *([] if options.no_peers else transformers_modes(options)), *others]
         described = {
-            **about("engine", given),
+            **about("engine", argv),
             "pair": options.shape or ("demo" if options.target == DEMO / "target" else "own"),
             "acceptance": options.acceptance,
             "threads": options.threads,

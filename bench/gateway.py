@@ -314,9 +314,7 @@ def main() -> int:
         f"p99 delay {each['delay_p99_s'] * 1000:.1f} ms"
         for each in rows
     )
-    return finish(
-        rows, json_file=options.json, summary=summary, met=met, about=about("gateway", sys.argv[1:])
-    )
+    return finish(rows, json_file=options.json, summary=summary, met=met, about=about("gateway"))
 
 
 if __name__ == "__main__":

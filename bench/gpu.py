@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"batch {row['batch']}, context {row['context']} was left out: {row['skipped']}")
     met, summary = verdict(rows)
     described = {
-        **about("gpu", sys.argv[1:] if argv is None else argv),
+        **about("gpu", argv),
         "device": name,
         "shape": options.shape,
         "dtype": options.dtype,

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_verdicts(verdicts)
     rows += [{"kind": "verdict", **verdict} for verdict in verdicts]
     rows += itertools.chain.from_iterable(sweep_rows(*each, runs) for each in swept)
-    told = about("policy", sys.argv[1:] if argv is None else argv) | facts(options, regimes)
+    told = about("policy", argv) | facts(options, regimes)
     missed = [verdict for verdict in verdicts if not verdict["met"]]
     if options.figure is not None:
         from bench.figures import draw_policy  # only here: the figure's library is an extra

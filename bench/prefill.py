@@ -195,7 +195,7 @@ def main() -> int:
         f"first token {usual['of_by_tokens']:.2f} of that by tokens; at {named(longer['max_round_s'])}: "
         f"{longer['gap_rounds']:.1f} and {longer['of_by_tokens']:.2f} (goal {GOAL_FIRST:g})",
         met=usual["gap_rounds"] <= GOAL_GAP and longer["of_by_tokens"] <= GOAL_FIRST,
-        about=about("prefill", sys.argv[1:]),
+        about=about("prefill"),
     )
 
 

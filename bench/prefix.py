@@ -23,7 +23,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from bench.report import command_line, finish, progress, table
+from bench.report import about, command_line, finish, progress, table
 from worker_svc.engine.interface import Sampling, Specification
 from worker_svc.engine.options import LoadOptions
 from worker_svc.settings import WorkerSettings
@@ -139,12 +139,7 @@ def main() -> int:
         summary=f"first token {first:.2f} of computing {rows[0]['tokens']} tokens (goal {GOAL_FIRST}); "
         f"rounds after that at worst {worst:.2f} of those without reuse (goal {GOAL_ROUND})",
         met=first <= GOAL_FIRST and worst <= GOAL_ROUND,
-        about={
-            "batch": options.batch,
-            "rounds": options.rounds,
-            "turns": options.turns,
-            "torch": torch.__version__,
-        },
+        about={**about("prefix"), "torch": torch.__version__},
     )
 
 

@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ratio is not None:
         summary += f", CPU time with it is {ratio} of that without (goal {GOAL_COST})"
         met = met and ratio.middle <= GOAL_COST
-    described = {**about("probe", sys.argv[1:] if argv is None else argv), "cost": ratio and str(ratio)}
+    described = {**about("probe", argv), "cost": ratio and str(ratio)}
     return finish(rows, json_file=options.json, summary=summary, met=met, about=described)
 
 

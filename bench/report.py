@@ -150,12 +150,12 @@ def command_line(benchmark: str, description: str | None) -> argparse.ArgumentPa
     return parser
 
 
-def about(benchmark: str, given: Sequence[str]) -> dict[str, Any]:
+def about(benchmark: str, given: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the description of a run for its results file: the date, and the command without paths of this
     machine, and without the options for its results, for the folder of recordings, and for the pieces and processes in
     which it was made.
     """
-    said, options = ["laps-sd bench", benchmark], iter(given)
+    said, options = ["laps-sd bench", benchmark], iter(sys.argv[1:] if given is None else given)
     for option in options:
         name, equals, _ = option.partition("=")
         if name in ("--json", "--figure", "--runs", "--data", "--processes"):

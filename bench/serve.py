@@ -43,6 +43,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from bench._serve import multi_turn
 from bench._serve.goals import verdicts
@@ -53,58 +54,50 @@ from bench._serve.tables import show
 from bench.report import about, finish
 from laps_sd.errors import StartupError
 
+Rows = list[dict[str, Any]]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv, __doc__)
     began_s = time.monotonic()
-    if options.regime == "multi-turn":
-        return _multi_turn(options, argv, began_s)
     try:
-        runs, lengths = asyncio.run(measure(options))
+        rows, found, more = (_multi_turn if options.regime == "multi-turn" else _policies)(options)
     except (StartupError, ValueError, OSError, RuntimeError) as error:
         print(f"laps-sd bench serve: {error}", file=sys.stderr)
         return 2
+    met = sum(one["met"] for one in found)
+    minutes = (time.monotonic() - began_s) / 60
+    return finish(
+        [*rows, *found],
+        json_file=options.json,
+        summary=f"{met} of {len(found)} goals hold over {options.seeds} seeds, {minutes:.1f} minutes{more}",
+        met=met == len(found) and not (more and options.regime == "multi-turn"),
+        about=about("serve", argv),
+    )
+
+
+def _policies(options: argparse.Namespace) -> tuple[Rows, Rows, str]:
+    """Return the rows, the goals, and what of the runs failed."""
+    runs, lengths = asyncio.run(measure(options))
     by = counted(runs)
-    rows = rows_of(by, runs)
-    found = verdicts(by)
+    rows, found = rows_of(by, runs), verdicts(by)
     show(rows, lengths, found, runs)
     if options.figure is not None:
         from bench.figures import ratios
 
         ratios(options.figure, rows)
-    met = [one for one in found if one["met"]]
     failed = sum(bool(run.failures) for run in runs)
-    summary = f"{len(met)} of {len(found)} goals hold over {options.seeds} seeds, {(time.monotonic() - began_s) / 60:.1f} minutes"
-    if failed:
-        summary += f"; {failed} of {len(runs)} runs failed and count for nothing"
-    each = [run_row(run) for run in runs]
-    return finish(
-        [*rows, *lengths, *each, *found],
-        json_file=options.json,
-        summary=summary,
-        met=len(met) == len(found),
-        about=about("serve", sys.argv[1:] if argv is None else argv),
-    )
+    more = f"; {failed} of {len(runs)} runs failed and count for nothing" if failed else ""
+    return [*rows, *lengths, *(run_row(run) for run in runs)], found, more
 
 
-def _multi_turn(options: argparse.Namespace, argv: Sequence[str] | None, began_s: float) -> int:
-    try:
-        rows = multi_turn.run(options)
-    except (StartupError, ValueError, OSError, RuntimeError) as error:
-        print(f"laps-sd bench serve: {error}", file=sys.stderr)
-        return 2
+def _multi_turn(options: argparse.Namespace) -> tuple[Rows, Rows, str]:
+    """Return the rows, the goals, and what is missing: goals are met by all runs."""
+    rows = multi_turn.run(options)
     found = multi_turn.verdicts(rows)
     multi_turn.show(rows, found)
-    met = sum(one["met"] for one in found)
     missing = len(multi_turn.planned(options.seeds)) - len(rows)
-    later = f"; {missing} runs are missing, which --resume makes" if missing else ""
-    return finish(
-        [*rows, *found],
-        json_file=options.json,
-        summary=f"{met} of {len(found)} goals hold over {options.seeds} seeds, {(time.monotonic() - began_s) / 60:.1f} minutes{later}",
-        met=met == len(found) and not missing,
-        about=about("serve", sys.argv[1:] if argv is None else argv),
-    )
+    return rows, found, f"; {missing} runs are missing, which --resume makes" if missing else ""
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": 1,
     }
     described: dict[str, Any] = {
-        **about("vllm", sys.argv[1:] if argv is None else argv),
+        **about("vllm", argv),
         "pair": "demo",
         "slots": SLOTS,
         "residents": RESIDENTS,

@@ -46,7 +46,7 @@ def inside_vllm(path: Path) -> Iterator[str]:
     ):
         of_kind = [row for row in rows if row["measured"] == measured]
         if of_kind:
-            yield f"**{words}.** {_runs(of_kind)}{_about_p99(of_kind)}"
+            yield f"**{words}.** {_runs(of_kind)}"
             yield from _latencies(of_kind)
     yield from _check(rows)
     yield from _speeds([row for row in rows if row["measured"] == "speed"])
@@ -60,13 +60,6 @@ def _runs(rows: Sequence[Row]) -> str:
     seeds = len({row["seed"] for row in rows})
     settings = ", ".join(dict.fromkeys(row["setting"] for row in rows))
     return f"{settings}; {seeds} seeds each."
-
-
-def _about_p99(rows: Sequence[Row]) -> str:
-    """Return a remark where the 99th percentile of all runs is their slowest request, as in results up to 2026-11-26."""
-    if all(row["p99"] == row.get("worst") for row in rows):
-        return " The p99 is that of the slowest request."
-    return ""
 
 
 def _latencies(rows: Sequence[Row]) -> Iterator[str]:

@@ -19,13 +19,13 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from bench._replay import TEMPERATURE, draw_ids, send_one
+from bench._replay import TEMPERATURE, Reply, draw_ids, send_one
 from bench._serve.workloads import in_turn
 from bench._serve_stack import DRAFT_LEN, spread
 from bench.report import progress, ratio_interval, table
@@ -71,17 +71,13 @@ class Turn:
     seed: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Served:
-    """Result of one turn; seconds count from the time at which it was to be sent."""
+    """Result of one turn."""
 
-    latency_s: float = 0.0
-    first_token_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    context: list[int] = field(default_factory=list)
-    rounds: int = 0
-    drafted: int = 0
+    reply: Reply
+    context: list[int]
+    """The conversation with the answer."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ def conversations(seed: int) -> list[Conversation]:
 
 async def serve(address: str, wanted: Sequence[Conversation], salt: str) -> list[Served]:
     """Hold all conversations; return the turns by number. Raise RuntimeError if one failed."""
-    results = [Served() for _ in range(CONVERSATIONS * TURNS)]
+    results: dict[int, Served] = {}
     start_s = time.monotonic() + 0.5
     async with grpc.aio.insecure_channel(address, options=channel_options(address)) as channel:
         await channel.channel_ready()
@@ -144,21 +140,12 @@ async def serve(address: str, wanted: Sequence[Conversation], salt: str) -> list
                 if reply.error or len(reply.token_ids) != turn.output_tokens:
                     tokens = f"{len(reply.token_ids)} of {turn.output_tokens} tokens"
                     raise RuntimeError(f"turn {turn.number}: {reply.error or tokens}")
-                prompt_tokens, ended = len(context), reply.ended
                 context += reply.token_ids
-                results[turn.number] = Served(
-                    reply.latency_s,
-                    reply.first_token_s,
-                    prompt_tokens,
-                    ended.usage.cached_prompt_tokens,
-                    list(context),
-                    ended.speculation.rounds,
-                    ended.speculation.drafted,
-                )
+                results[turn.number] = Served(reply, list(context))
                 due_s = time.monotonic() + turn.think_s
 
         await asyncio.gather(*(hold(conversation) for conversation in wanted))
-    return results
+    return [results[number] for number in sorted(results)]
 
 
 def simulated(wanted: Sequence[Conversation], truth: Sequence[Served], placement: str) -> dict[str, float]:
@@ -168,14 +155,15 @@ def simulated(wanted: Sequence[Conversation], truth: Sequence[Served], placement
         before, waits_s = "", conversation.at_s
         for turn in conversation.turns:
             one = truth[turn.number]
-            rounds = max(1, min(one.rounds, turn.output_tokens))
+            speculation = one.reply.ended.speculation
+            rounds = max(1, min(speculation.rounds, turn.output_tokens))
             paces = spread(turn.output_tokens, rounds)
-            refused = spread(max(0, one.drafted - (turn.output_tokens - rounds)), rounds)
+            refused = spread(max(0, speculation.drafted - (turn.output_tokens - rounds)), rounds)
             jobs.append(
                 Job(
                     request_id=f"r{turn.number:04d}",
                     arrival_s=waits_s,
-                    prompt_tokens=one.prompt_tokens,
+                    prompt_tokens=len(one.context) - turn.output_tokens,
                     paces=bytes(paces),
                     drafts=bytes(pace - 1 + more for pace, more in zip(paces, refused, strict=True)),
                     max_tokens=turn.output_tokens,
@@ -213,10 +201,12 @@ def simulated(wanted: Sequence[Conversation], truth: Sequence[Served], placement
 
 def figures(served: Sequence[Served]) -> dict[str, float]:
     """Return the figures of a run."""
+    usages = [one.reply.ended.usage for one in served]
     return {
-        "mean_s": statistics.fmean(one.latency_s for one in served),
-        "first_token_s": statistics.fmean(one.first_token_s for one in served),
-        "hit_share": sum(one.cached_tokens for one in served) / sum(one.prompt_tokens for one in served),
+        "mean_s": statistics.fmean(one.reply.latency_s for one in served),
+        "first_token_s": statistics.fmean(one.reply.first_token_s for one in served),
+        "hit_share": sum(usage.cached_prompt_tokens for usage in usages)
+        / sum(usage.prompt_tokens for usage in usages),
     }
 
 

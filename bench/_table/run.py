@@ -20,7 +20,7 @@ from bench.report import about as described
 from bench.report import finish, progress
 
 
-def run(options: argparse.Namespace, given: Sequence[str]) -> int:
+def run(options: argparse.Namespace, given: Sequence[str] | None) -> int:
     """Measure the table; return the exit code. With `--only` the rows of an earlier file are kept."""
     planned = sessions(options)
     rows: list[dict[str, Any]] = []

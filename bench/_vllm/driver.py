@@ -21,7 +21,16 @@ from typing import Any
 
 from bench._peer_engines.loops import answer_all, open_channel
 from bench._vllm.computed_driver import ComputedRuns
-from bench._vllm.in_core import LITTLE_MEMORY, LoadedCore, digest, dtype_of, save_learnt, scheduler_for, timed
+from bench._vllm.in_core import (
+    LITTLE_MEMORY,
+    LoadedCore,
+    digest,
+    draft_model,
+    dtype_of,
+    save_learnt,
+    scheduler_for,
+    timed,
+)
 from bench._vllm.replay import Recorded, ReplayExecutor
 from bench._vllm.shape_driver import ShapeRuns
 from bench._vllm.worker_driver import WorkerRuns
@@ -47,11 +56,7 @@ class Engine(LoadedCore):
                 "async_scheduling": False,
                 "seed": 0,
                 "disable_log_stats": True,
-                "speculative_config": {
-                    "method": "draft_model",
-                    "model": setup["draft"],
-                    "num_speculative_tokens": self._draft_len,
-                },
+                "speculative_config": draft_model(setup["draft"], self._draft_len),
                 "enforce_eager": setup["eager"],
                 **LITTLE_MEMORY,
             }

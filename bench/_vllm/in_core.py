@@ -22,6 +22,11 @@ LITTLE_MEMORY = {
 }
 
 
+def draft_model(directory: str, length: int) -> dict[str, Any]:
+    """Return the configuration of speculation with a draft model."""
+    return {"method": "draft_model", "model": directory, "num_speculative_tokens": length}
+
+
 def on_cpu() -> bool:
     """Return whether this vLLM runs on a CPU."""
     from vllm.platforms import current_platform

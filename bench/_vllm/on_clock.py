@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from bench._peers import PeerFailed, environment, last_lines, wait_or_kill
 from bench._vllm.figures import figures
+from bench._vllm.in_core import draft_model
 from bench._vllm.modes import FCFS, Mode
 from bench._vllm.workload import Workload, demo_workload, guessed, poisson_arrivals, requests_of
 from bench.report import progress
@@ -71,11 +72,7 @@ class Server:
 
 
 def _arguments(mode: Mode, setup: dict[str, Any], port: int) -> list[str]:
-    speculative = {
-        "method": "draft_model",
-        "model": setup["draft"],
-        "num_speculative_tokens": setup["draft_len"],
-    }
+    speculative = draft_model(setup["draft"], setup["draft_len"])
     ours = mode.scheduler == "laps"
     # vLLM's own "auto" is half precision for weights in float32.
     dtype = "float32" if setup["dtype"] == "auto" else setup["dtype"]

@@ -14,6 +14,7 @@ from bench._vllm.in_core import (
     about_core,
     core_request,
     digest,
+    draft_model,
     dtype_of,
     parts_of,
 )
@@ -40,11 +41,7 @@ class WorkerRuns:
             residents=setup["residents"],
             max_length=setup["max_length"],
             prefill_chunk=setup["budget"],
-            speculative={
-                "method": "draft_model",
-                "model": setup["draft"],
-                "num_speculative_tokens": setup["draft_len"],
-            },
+            speculative=draft_model(setup["draft"], setup["draft_len"]),
             sampling=setup["sampling"],
             dtype=dtype_of(setup["dtype"]),
             memory_bytes=LITTLE_MEMORY_BYTES,

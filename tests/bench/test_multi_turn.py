@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench._replay import Reply
 from bench._serve.multi_turn import (
     CONVERSATIONS,
     INSTRUCTION_TOKENS,
@@ -33,10 +34,12 @@ def served(seed: int) -> list[Served]:
         context = list(conversation.instructions)
         for turn in conversation.turns:
             context += turn.message
-            prompt_tokens = len(context)
+            reply = Reply(latency_s=1.0, first_token_s=0.5)
+            reply.ended.usage.prompt_tokens = len(context)
             context += [7] * turn.output_tokens
-            rounds = (turn.output_tokens + 1) // 2
-            found.append(Served(1.0, 0.5, prompt_tokens, 0, list(context), rounds=rounds, drafted=6 * rounds))
+            reply.ended.speculation.rounds = rounds = (turn.output_tokens + 1) // 2
+            reply.ended.speculation.drafted = 6 * rounds
+            found.append(Served(reply, list(context)))
     return found
 
 
