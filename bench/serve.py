@@ -20,8 +20,7 @@ the runs would decide. `--round-ms 0` lets rounds take what they take, and needs
 
 Every scheduler starts with priors that are the same for every policy, learnt from a warm-up of 200 requests
 with or without hints, as in the runs, that no run measures. Policies take turns in changing order. A run in
-which a request failed, or had another text than alone, does not count, and is reported; one in which
-something else on the machine slowed the worker down is repeated.
+which a request failed, or had another text than alone, does not count, and is reported.
 
 Goals (over the pairs of runs of a seed, 95 % interval of the mean log-ratio): with burst and overload the
 mean latency of laps-sd at least 40 % below fcfs, and not above srpt-length by more than 5 %, both by the

@@ -12,9 +12,8 @@ from bench._serve.cases import Case
 from bench.report import Interval, quantile, ratio_interval
 
 DRIFT = 0.25
-"""Excess of a worker's machine time over the predicted one, as a share, above which something else on the
-machine disturbed the run. Such a run is repeated, whatever its result, up to `REPEATS` times; if all were
-disturbed, the last one counts and is reported as disturbed."""
+"""Difference of a worker's machine time from the predicted one, as a share, above which a note says that something else
+on the machine disturbed the run."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,6 @@ class Measured:
     late_s: float
     failures: list[str]
     sent: str
-    repeats: int = 0
-    """Disturbed runs that were discarded before this one."""
-
-    @property
-    def disturbed(self) -> bool:
-        return self.busy_ratio > 1 + DRIFT
 
 
 By = Mapping[tuple[Case, str], Mapping[int, Measured]]
@@ -138,7 +131,6 @@ def run_row(run: Measured) -> dict[str, Any]:
         "busy_ratio": run.busy_ratio,
         "utilisation": run.utilisation,
         "late_s": run.late_s,
-        "repeats": run.repeats,
         "sent": run.sent,
         "failures": run.failures,
     }

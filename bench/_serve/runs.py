@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,6 @@ from bench._serve.workloads import Workload, in_turn, workloads
 from bench._serve_stack import Calibration, Run, ServedStack, calibrate, make_jobs, simulated_latencies
 from bench.report import progress, quantile
 from laps_sd.v1 import inference_pb2 as pb
-
-REPEATS = 2
-"""Most times that a disturbed run is repeated; if all were disturbed, the last one counts."""
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[Measured], list[dict[str, Any]]]:
@@ -54,7 +50,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[Measured], list[dic
         found = []
         began_s = time.monotonic()
         for number, (case, seed, policy) in enumerate(plan, start=1):
-            one = await undisturbed(stack, calibration, loads[case, seed], seed, policy)
+            one = await measure_one(stack, calibration, loads[case, seed], seed, policy)
             found.append(one)
             left_s = (time.monotonic() - began_s) / number * (len(plan) - number)
             said = (
@@ -80,22 +76,6 @@ def lengths_of(
     own = [load for (of, _), load in loads.items() if of == case]
     kinds = [request.workload_class for requests in sets for request in requests]
     return lengths_row(own, kinds, calibration.warm_up)
-
-
-async def undisturbed(
-    stack: ServedStack,
-    calibration: Calibration,
-    load: Workload,
-    seed: int,
-    policy: str,
-) -> Measured:
-    """Run once, and repeat the run if it was disturbed."""
-    repeats = 0
-    while True:
-        one = await measure_one(stack, calibration, load, seed, policy)
-        if one.failures or not one.disturbed or repeats == REPEATS:
-            return dataclasses.replace(one, repeats=repeats)
-        repeats += 1
 
 
 async def measure_one(

@@ -80,14 +80,11 @@ def _show_lengths(lengths: Sequence[dict[str, Any]]) -> None:
 
 def _notes(runs: Sequence[Measured]) -> Iterator[str]:
     """Yield what disturbed the runs."""
-    repeated = sum(run.repeats for run in runs)
-    if repeated:
-        yield f"{repeated} runs were repeated, because something else slowed the worker down by more than {DRIFT:.0%}."
     drifted = [run for run in runs if abs(run.busy_ratio - 1) > DRIFT]
     if drifted:
         worst = max(drifted, key=lambda run: abs(math.log(run.busy_ratio)))
         yield (
-            f"in {len(drifted)} of {len(runs)} runs that count the worker was more than {DRIFT:.0%} off its calibrated speed "
+            f"in {len(drifted)} of {len(runs)} runs the worker was more than {DRIFT:.0%} off its calibrated speed "
             f"(at worst {worst.busy_ratio:.2f} times the work): loads were not what they are called."
         )
     late_s = max(run.late_s for run in runs)

@@ -4,7 +4,6 @@ be missed."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import math
@@ -25,7 +24,7 @@ from bench._serve.goals import verdicts
 from bench._serve.lengths import lengths_row
 from bench._serve.options import ALL_POLICIES, arguments
 from bench._serve.results import Figures, Measured, counted, ratio
-from bench._serve.runs import judge, undisturbed
+from bench._serve.runs import judge
 from bench._serve.workloads import Workload, in_turn
 from bench._serve_stack import Reading as WorkerReading
 from bench._serve_stack import Run, Truth, hinted, make_jobs, truth_of
@@ -237,23 +236,6 @@ def measured(
 ) -> Measured:
     found = Figures([mean_s], 0.0, 1.0, 0.0)
     return Measured(case, policy, seed, found, predicted_s, 1.0, 1.0, 0.0, list(failures), "same")
-
-
-@pytest.mark.parametrize(("busy", "attempts"), [([1.0], 1), ([2.0, 1.1], 2), ([2.0, 2.0, 2.0, 1.0], 3)])
-async def test_a_disturbed_run_is_repeated_a_few_times(busy, attempts, monkeypatch):
-    """By the speed of the machine, not by what was found."""
-    tries = []
-
-    async def measure_one(*arguments):
-        tries.append(busy[len(tries)])
-        return dataclasses.replace(measured("fcfs", 1, 1.0, 1.0), busy_ratio=tries[-1])
-
-    monkeypatch.setattr(bench._serve.runs, "measure_one", measure_one)
-
-    found = await undisturbed(None, None, None, 1, "fcfs")
-
-    assert len(tries) == attempts
-    assert (found.repeats, found.busy_ratio) == (attempts - 1, tries[-1])
 
 
 def runs(ours: float = 0.5, rival: float = 0.5, predicted: float = 0.5, case: Case = HINTS) -> list[Measured]:
