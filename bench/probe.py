@@ -36,7 +36,7 @@ MAX_LENGTH = 1024
 SEED = 7
 DRAFT_LEN = 3
 SLICE_S = 0.03
-"""CPU seconds after which the other engine has its turn."""
+"""CPU seconds after which the other side has its turn."""
 GOAL_COST = 1.01
 GOAL_ERROR = 0.9
 """The probe's error after the prompt, as a share of the constant's."""
@@ -138,35 +138,24 @@ def side_by_side(engine: Any, specs: Sequence[Any], batch: int) -> tuple[float, 
     """Return the CPU seconds of the same rounds with and without the probe of an engine, in slices that alternate."""
     from worker_svc.engine.round.remaining import Remaining
 
-    remaining = (engine.rounds.remaining, Remaining(None))
-    runs = [
-        rounds(engine, [replace(spec, request_id=f"{name}-{spec.request_id}") for spec in specs], batch)
-        for name in ("with", "without")
-    ]
-
-    def switch(which: int) -> None:
-        engine.rounds.remaining = remaining[which]
-
-    spent = [0.0, 0.0]
-    first, over = 0, False
-    while not over:
-        count = 0
-        for which in (first, 1 - first):
-            switch(which)
-            began, done = time.process_time(), 0
-            while (time.process_time() - began < SLICE_S) if which == first else done < count:
-                if next(runs[which], runs) is runs:
-                    over = True
+    probe = engine.rounds.remaining
+    going = [
+        (name, remaining, rounds(engine, [replace(spec, request_id=f"{name}-{spec.request_id}") for spec in specs], batch))
+        for name, remaining in (("with", probe), ("without", Remaining(None)))
+    ]  # fmt: skip
+    spent = dict.fromkeys(("with", "without"), 0.0)
+    while going:
+        for one in list(going):
+            name, engine.rounds.remaining, run = one
+            began = time.process_time()
+            while time.process_time() - began < SLICE_S:
+                if next(run, run) is run:
+                    going.remove(one)
                     break
-                done += 1
-            spent[which] += time.process_time() - began
-            count = max(count, done)
-        first = 1 - first
-    for which in (1, 0):  # the rest of a slice that both have not begun; the probe stays on
-        switch(which)
-        for _ in runs[which]:
-            pass
-    return spent[0], spent[1]
+            spent[name] += time.process_time() - began
+        going.reverse()  # neither is always the first
+    engine.rounds.remaining = probe
+    return spent["with"], spent["without"]
 
 
 def specs_of(options: argparse.Namespace, turn: int = 0) -> list[Any]:
