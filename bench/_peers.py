@@ -106,10 +106,10 @@ def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float) -> None:
         process.wait()
 
 
-def last_lines(log: Path) -> str:
-    """Return the last lines of a log, each on a line of its own."""
-    lines = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
-    return "".join(f"\n  {line}" for line in lines)
+def last_lines(log: Path | str) -> str:
+    """Return the last lines of a log, or of its text, each on a line of its own."""
+    text = log.read_text(errors="replace") if isinstance(log, Path) else log
+    return "".join(f"\n  {line}" for line in text.strip().splitlines()[-LOG_LINES:])
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -210,5 +210,6 @@ def convert(
         env=os.environ | environment(1), check=False,
     )  # fmt: skip
     if done.returncode or done.stdout:
-        told = (done.stdout + done.stderr).strip().splitlines()[-LOG_LINES:]
-        raise PeerFailed(f"the models cannot be converted for {engine}:\n  " + "\n  ".join(told))
+        raise PeerFailed(
+            f"the models cannot be converted for {engine}:{last_lines(done.stdout + done.stderr)}"
+        )

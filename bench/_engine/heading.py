@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._engine.cells import RAMP, Cell
+from bench._table.plan import threads_in_words
 from worker_svc.engine.facts import stored_parameters
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -45,8 +46,7 @@ def heading(facts: Mapping[str, Any], options: argparse.Namespace) -> str:
     prompts = "; ".join(
         f"{kind} {mean} ({least} to {most})" for kind, (least, mean, most) in facts["prompt_tokens"].items()
     )
-    threads = f"{options.threads} thread{'s'[: options.threads > 1]}"
     return (
         f"models: {models}\nprompts, mean tokens of each kind: {prompts}\n"
-        f"outputs: {options.tokens} tokens at most; {threads}; speeds count CPU time of all threads"
+        f"outputs: {options.tokens} tokens at most; {threads_in_words(options.threads)}; speeds count CPU time of all threads"
     )

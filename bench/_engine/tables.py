@@ -9,15 +9,15 @@ from typing import Any
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
 from bench._engine.rows import RIVALS
+from bench._table.plan import threads_in_words
 from bench.report import table, told
 
 
 def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print one table of the whole mix, with all rivals, and one of each kind alone."""
-    threads = f"{options.threads} thread{'s'[: options.threads > 1]}"
     labels = [label for label in RIVALS if any(row[f"ratio_{label}"] is not None for row in rows)]
     table(
-        f"engine, {options.dtype}, {threads}, tokens per CPU second",
+        f"engine, {options.dtype}, {threads_in_words(options.threads)}, tokens per CPU second",
         [
             {
                 "config": row["config"],

@@ -15,11 +15,7 @@ def against(ratio: float) -> str:
 
 def share(value: float) -> str:
     """Return a percentage, with a decimal if it is small."""
-    return (
-        f"{value:.0%}".replace("%", " %")
-        if value >= 0.0995 or not value
-        else f"{value:.1%}".replace("%", " %")
-    )
+    return f"{value:.{int(0 < value < 0.0995)}%}".replace("%", " %")
 
 
 def listed(names: Sequence[str]) -> str:

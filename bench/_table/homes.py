@@ -10,7 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
-from bench._peers import LOG_LINES, PeerFailed
+from bench._peers import PeerFailed, last_lines
 from bench.report import progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,9 +78,9 @@ def _install(engine: str, home: Path, python: Path) -> None:
                     env=os.environ | {"PYTHONPATH": ""} | ENVIRONMENT.get(engine, {}), check=True,
                 )  # fmt: skip
     except (OSError, subprocess.CalledProcessError) as error:
-        told = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:] if log.exists() else []
-        reason = f"{engine} cannot be installed here: {(told or [str(error)])[-1]}"
-        _failed[engine] = PeerFailed(reason + "".join(f"\n  {line}" for line in told))
+        told = last_lines(log) if log.exists() else f"\n  {error}"
+        reason = f"{engine} cannot be installed here: {told.splitlines()[-1].strip()}"
+        _failed[engine] = PeerFailed(reason + told)
         raise _failed[engine] from error
     (home / ".installed").touch()
 

