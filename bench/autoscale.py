@@ -38,7 +38,17 @@ from pathlib import Path
 from typing import Any
 
 from bench._simulations import add_arguments, run_all
-from bench.report import about, columns, command_line, finish, interval, quantile, ratio_interval, table, told
+from bench.report import (
+    about,
+    as_text,
+    columns,
+    command_line,
+    finish,
+    interval,
+    quantile,
+    ratio_interval,
+    table,
+)
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
@@ -288,7 +298,7 @@ def verdict(runs: Runs, compared: Sequence[Mapping[str, Any]]) -> tuple[str, boo
             said.append(f"{rival} not judged, no latency in common with {OURS}")
             met = False
             continue
-        said.append(f"{told(row, 'ratio_devices', 2)} of {rival}")
+        said.append(f"{as_text(row, 'ratio_devices', 2)} of {rival}")
         met = met and row["ratio_devices"] <= GOALS.get(rival, 1.0)
     return ", ".join(said) or "nothing to compare", met
 

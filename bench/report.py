@@ -97,13 +97,13 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def columns(name: str, found: Interval | None) -> dict[str, float | None]:
-    """Return the three columns that an interval has in a row, which `told` reads."""
+    """Return the three columns that an interval has in a row, which `as_text` reads."""
     if found is None:
         return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
     return {name: found.middle, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
-def told(row: Mapping[str, Any], name: str, digits: int = 3) -> str:
+def as_text(row: Mapping[str, Any], name: str, digits: int = 3) -> str:
     """Return an interval of a row as text: nothing if the row has none, the middle alone if it has no ends."""
     middle, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
     if middle is None:

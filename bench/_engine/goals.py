@@ -9,7 +9,7 @@ from typing import Any
 from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import SPECULATIVE
 from bench._engine.held_out import HELD_OUT
-from bench.report import told
+from bench.report import as_text
 
 GOAL_ASSISTED = 2.2
 GOAL_PLAIN_AT_ONE = 1.3
@@ -55,10 +55,10 @@ def goals(
                 found.append(Goal(text, row["identical"] == 1, False))
         for name, goal in least.items():
             if row.get(name) is not None:
-                text = f"{at}: {told(row, name, 2)} of {name[6:].replace('_', ' ')} (goal {goal})"
+                text = f"{at}: {as_text(row, name, 2)} of {name[6:].replace('_', ' ')} (goal {goal})"
                 found.append(Goal(text, row[f"{name}_low"] >= goal, whole or name == "ratio_vllm"))
         if memory_bound and row.get("forward") is not None and row["batch"] in FORWARD_BATCHES:
-            text = f"{at}: a forward takes {told(row, 'forward', 2)} of vllm's (goal {GOAL_FORWARD})"
+            text = f"{at}: a forward takes {as_text(row, 'forward', 2)} of vllm's (goal {GOAL_FORWARD})"
             found.append(Goal(text, row["forward_high"] <= GOAL_FORWARD, True))
     return found
 

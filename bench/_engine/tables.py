@@ -10,7 +10,7 @@ from bench._engine.cells import BOTH, MIXED
 from bench._engine.configs import PLAIN, SPECULATIVE
 from bench._engine.rows import RIVALS
 from bench._table.plan import threads_in_words
-from bench.report import table, told
+from bench.report import as_text, table
 
 
 def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -26,7 +26,7 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
                 "tokens/s": row["tokens_per_cpu_s"],
                 "ms/round": "" if row["decode_ms"] is None else f"{row['decode_ms']:.3g}",
                 "identical": "" if row["identical"] is None else f"{row['identical']:.3f}",
-                **{label.replace("_", " "): told(row, f"ratio_{label}", 2) for label in labels},
+                **{label.replace("_", " "): as_text(row, f"ratio_{label}", 2) for label in labels},
                 "draft": f"{row['draft_len']:.2f}" if "draft_len" in row else "",
                 "accepted": f"{row['accepted_of_tested']:.2f}" if row.get("draft_len") else "",
             }
@@ -51,7 +51,7 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
                     "kind": kind,
                     "temperature": str(temperature),
                     **{
-                        f"batch {batch}": told(
+                        f"batch {batch}": as_text(
                             by_batch.get((config, kind, temperature, batch), {}), "ratio_plain", 2
                         )
                         for batch in batches

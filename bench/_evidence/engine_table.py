@@ -12,7 +12,7 @@ from bench._table.goals import goals
 from bench._table.plan import BY_THREADS, NAMES, OURS, threads_in_words
 from bench._table.rows import is_ours
 from bench._table.tables import heading, place_of
-from bench.report import told
+from bench.report import as_text
 
 README_MODEL, README_PRECISIONS = "qwen2.5-0.5b", ("bfloat16", "int8", "int4")
 """The rows that a user would meet: of a model of half a billion weights, on all threads that were measured."""
@@ -102,4 +102,4 @@ def _cell(row: Row | None) -> str:
     if row is None or row["tokens_per_s"] is None:
         return "–"
     speed = f"{row['tokens_per_s']:,.0f}"
-    return speed if row["ratio"] is None else f"{speed} ({told(row, 'ratio', 2)})"
+    return speed if row["ratio"] is None else f"{speed} ({as_text(row, 'ratio', 2)})"

@@ -12,7 +12,7 @@ from bench._engine.heading import models_in_words
 from bench._evidence.phrases import goals_met
 from bench._evidence.results import Row, read_rows
 from bench._markdown import table
-from bench.report import told
+from bench.report import as_text
 
 
 def engine(path: Path) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _ratios(rows: Sequence[Row], labels: Mapping[str, str]) -> Iterator[str]:
         row = found.get((name, batch, BOTH)) or found.get((name, batch, 0.0))
         if row is None:
             return "–"
-        return told(row, name, 2)
+        return as_text(row, name, 2)
 
     yield from table(
         ("compared with", *(f"batch {batch}" for batch in batches)),

@@ -14,7 +14,7 @@ from bench._policy.regime import OURS, RIVALS
 from bench._policy.rows import SWEEP_SHARE
 from bench._policy.tables import expected_text
 from bench.figures import named
-from bench.report import told
+from bench.report import as_text
 
 
 def goals(results: Results) -> Iterator[str]:
@@ -32,7 +32,7 @@ def goals(results: Results) -> Iterator[str]:
         (
             f"`{verdict['regime']}`",
             f"`{named(verdict['policy'])}`: {expected_text({**verdict, 'of': named(verdict['of'])})}",
-            told(verdict, "found"),
+            as_text(verdict, "found"),
             "met" if verdict["met"] else "**missed**",
             "yes" if _inside(verdict) else "no",
         )

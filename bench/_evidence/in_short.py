@@ -20,7 +20,7 @@ from bench._table.rows import is_ours
 from bench._vllm import modes
 from bench._vllm.figures import BURSTS, compared
 from bench._vllm.on_shape import ON_SHAPE
-from bench.report import told
+from bench.report import as_text
 
 
 def orders(results: Results) -> Iterator[str]:
@@ -184,7 +184,9 @@ def inside_vllm(path: Path) -> Iterator[str]:
         if (row["compared"], row["setting"]) == ("clock", BURSTS)
     }
     ratios = "; ".join(
-        f"{mode.name}: {told(found[mode.name], 'ratio_fcfs', 2)}" for mode in modes.OURS if mode.name in found
+        f"{mode.name}: {as_text(found[mode.name], 'ratio_fcfs', 2)}"
+        for mode in modes.OURS
+        if mode.name in found
     )
     if ratios:
         yield f"Mean latency in bursts over that of vLLM's FCFS, on the clock. {ratios}."

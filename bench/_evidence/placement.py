@@ -9,7 +9,7 @@ from bench._evidence.results import Results, read_rows
 from bench._markdown import table
 from bench._policy.regime import ROUTER
 from bench._policy.tables import expected_text
-from bench.report import told
+from bench.report import as_text
 
 ROUTED = {
     "soonest-done": "ours: soonest done",
@@ -52,7 +52,7 @@ def placed(path: Path) -> Iterator[str]:
                 (
                     f"`{row['regime']}`",
                     f"`{row['policy']}`: {expected_text(row)}",
-                    told(row, "found"),
+                    as_text(row, "found"),
                     "met" if row["met"] else "**missed**",
                 )
                 for row in results.verdicts

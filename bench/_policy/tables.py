@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report import table, told
+from bench.report import as_text, table
 
 WIDTH = 190
 """Characters of the widest table."""
@@ -17,9 +17,9 @@ def show(name: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
         {
             "policy": row["policy"],
             "mean s": row["mean_s"],
-            "/ fcfs": told(row, "ratio_fcfs"),
-            "/ oracle": told(row, "ratio_oracle"),
-            "/ srpt-length": told(row, "ratio_srpt_length"),
+            "/ fcfs": as_text(row, "ratio_fcfs"),
+            "/ oracle": as_text(row, "ratio_oracle"),
+            "/ srpt-length": as_text(row, "ratio_srpt_length"),
             "p50 s": row["p50_s"],
             "p90 s": row["p90_s"],
             "p99 s": row["p99_s"],
@@ -48,7 +48,7 @@ def show_verdicts(verdicts: Sequence[dict[str, Any]]) -> None:
         {
             "regime": verdict["regime"],
             "expected": f"{verdict['policy']} {expected_text(verdict)}",
-            "found": told(verdict, "found"),
+            "found": as_text(verdict, "found"),
             "": "met" if verdict["met"] else "MISSED",
         }
         for verdict in verdicts

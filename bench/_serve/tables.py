@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench._serve.results import DRIFT, Measured
-from bench.report import table, told
+from bench.report import as_text, table
 
 WIDTH = 170
 
@@ -44,9 +44,9 @@ def _order(row: dict[str, Any]) -> dict[str, Any]:
         "hints": row["hints"],
         "policy": row["policy"],
         "mean s": row.get("mean_s", ""),
-        "/ fcfs": told(row, "ratio_fcfs"),
+        "/ fcfs": as_text(row, "ratio_fcfs"),
         "simulated": row.get("simulated_ratio_fcfs", ""),
-        "/ srpt-length": told(row, "ratio_srpt_length"),
+        "/ srpt-length": as_text(row, "ratio_srpt_length"),
         "simulated ": row.get("simulated_ratio_srpt_length", ""),
         "p99 s": row.get("p99_s", ""),
         "first token s": row.get("first_token_s", ""),

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench._engine.goals import Goal
 from bench._table.plan import BY_THREADS, NAMES, PREFILL, QUANTIZED, threads_in_words
-from bench.report import told
+from bench.report import as_text
 
 BY_TWO_THREADS = {"demo": 1.3, "qwen2.5-0.5b": 1.6}
 THREADS_BATCHES = ("batch 1", "batch 16")
@@ -26,7 +26,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
             continue
         of = "one thread" if row["comparison"] == BY_THREADS else f"{NAMES[row['engine']]} {row['precision']}"
         text = (
-            f"{row['model']}, {threads_in_words(row['threads'])}, {row['task']}: {told(row, 'ratio', 2)} of {of} "
+            f"{row['model']}, {threads_in_words(row['threads'])}, {row['task']}: {as_text(row, 'ratio', 2)} of {of} "
             f"(goal {least})"
         )
         found.append(Goal(text, row["ratio_low"] >= least, chief=False))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._table.plan import BY_THREADS, NAMES, threads_in_words
-from bench.report import table, told
+from bench.report import as_text, table
 
 
 def tables(rows: Sequence[dict[str, Any]], about: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], tasks: Sequence[str], label: str) 
             "engine": f"{NAMES[place[1]]} {place[2]}",
             "threads": str(place[3]),
             **{task: _speed(by_place.get((place, task))) for task in tasks},
-            **{f"{task}, {label}": told(by_place.get((place, task), {}), "ratio", 2) for task in tasks},
+            **{f"{task}, {label}": as_text(by_place.get((place, task), {}), "ratio", 2) for task in tasks},
         }
         for place in dict.fromkeys(map(place_of, rows))
     ]

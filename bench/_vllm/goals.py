@@ -10,7 +10,7 @@ from bench._vllm.decisions import COMPILED, least
 from bench._vllm.figures import BURSTS, compared, ratio
 from bench._vllm.modes import FCFS, GUESS, LEARNT, NO_HINT, OURS
 from bench._vllm.workers import PLAIN, SAMPLING
-from bench.report import told
+from bench.report import as_text
 
 GOAL_NO_HINT = 0.70
 GOAL_NO_HINT_LEARNT = 0.60
@@ -43,7 +43,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
             bounds.append(("p99_ratio_priority", "p99 / vLLM's priority", GOAL_PRIORITY_P99))
         for key, words, limit in bounds:
             if row[key] is not None:
-                text = f"{at}: {row['mode']}, {words} {told(row, key)} (goal: at most {limit:.2f})"
+                text = f"{at}: {row['mode']}, {words} {as_text(row, key)} (goal: at most {limit:.2f})"
                 found.append(Goal(text, row[f"{key}_high"] <= limit))
     speeds = [row for row in rows if row["measured"] == "speed"]
     for mode in OURS:

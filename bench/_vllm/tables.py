@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench._vllm.figures import compared
-from bench.report import table, told
+from bench.report import as_text, table
 
 ON_SHAPE = (
     "setting",
@@ -45,10 +45,10 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> None:
                     "mode": row["mode"],
                     "mean": row["mean"],
                     "p99": row["p99"],
-                    "mean / fcfs": told(row, "ratio_fcfs") or "–",
-                    "p99 / fcfs": told(row, "p99_ratio_fcfs") or "–",
-                    "mean / priority": told(row, "ratio_priority") or "–",
-                    "p99 / priority": told(row, "p99_ratio_priority") or "–",
+                    "mean / fcfs": as_text(row, "ratio_fcfs") or "–",
+                    "p99 / fcfs": as_text(row, "p99_ratio_fcfs") or "–",
+                    "mean / priority": as_text(row, "ratio_priority") or "–",
+                    "p99 / priority": as_text(row, "p99_ratio_priority") or "–",
                 }
                 for row in found
             ],
