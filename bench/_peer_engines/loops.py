@@ -133,7 +133,7 @@ def open_channel() -> Any:
 
 
 def answer_all(channel: Any, version: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Tell that all is loaded, and answer each line of stdin with one line until it ends."""
+    """Send the version, since all is loaded, and answer each line of stdin with one line until it ends."""
     send(channel, {"ready": version})
     for line in sys.stdin:
         send(channel, answer(json.loads(line)))
