@@ -30,7 +30,7 @@ from bench._evidence.placement import placed
 from bench._evidence.readme import with_figures
 from bench._evidence.results import Results, newest, read_rows, source_of
 from bench._evidence.scope import data, limits, paper
-from bench._evidence.services import carried, deciding, policy_rows, served
+from bench._evidence.services import carried, deciding, policy_rows, recovering, served
 from bench._evidence.vllm import inside_vllm
 from bench._evidence.vllm_on_gpu import vllm_on_gpu
 from bench._markdown import table
@@ -85,6 +85,12 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {
                 "scheduler and record; the workers' rounds are synthetic",
                 deciding,
                 in_short.deciding,
+            ),
+            "recovery": Section(
+                "What a change of leaders costs",
+                "a scheduler that reads a record of synthetic requests",
+                recovering,
+                in_short.recovering,
             ),
             "gateway": Section(
                 "What a gateway carries",

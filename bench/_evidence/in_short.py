@@ -117,6 +117,12 @@ def deciding(path: Path) -> Iterator[str]:
         )
 
 
+def recovering(path: Path) -> Iterator[str]:
+    """Yield the longest time in which a new leader read the record."""
+    rows = read_rows(path)[0]
+    yield f"A new leader reads {rows[0]['requests']:,} unfinished requests in {max(row['seconds'] for row in rows):.1f} s."
+
+
 def gateway(path: Path) -> Iterator[str]:
     """Yield what one process carried."""
     carried = "; ".join(

@@ -185,6 +185,33 @@ def _workers_carried(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
 
 
+def recovering(path: Path) -> Iterator[str]:
+    """Yield the section on the time in which a new leader reads the record."""
+    from bench.recovery import GOAL_REQUESTS, GOAL_S, LEASE_S
+
+    rows, source, _ = read_rows(path)
+    how = "compiled as in the scheduler's image" if rows[0]["compiled"] else "not compiled"
+    yield (
+        f"A new leader, {how}, reads {rows[0]['requests']:,} unfinished requests before it leads; 50 workers have 64 of them each, with 100 outputs. {source}."
+    )
+    yield from table(
+        ("seconds", "its CPU, s", "the record's CPU, s", "longest time between two renewals of the lease, s"),
+        (
+            [
+                f"{row[key]:.2f}"
+                for key in ("seconds", "leader_cpu_s", "record_cpu_s", "longest_without_renewal_s")
+            ]
+            for row in rows
+        ),
+    )
+    met = all(row["seconds"] < GOAL_S and row["longest_without_renewal_s"] < LEASE_S for row in rows)
+    yield (
+        f"The goals are {GOAL_S:g} s for {GOAL_REQUESTS:,} requests, and less than the lease, {LEASE_S:g} s, between two renewals: "
+        + ("met." if met else "missed.")
+    )
+    yield ""
+
+
 def carried(path: Path) -> Iterator[str]:
     """Yield the section on the load that one gateway process carries."""
     from bench.gateway import GOAL_MESSAGES_PER_CPU_S, GOAL_P99_S
