@@ -97,7 +97,9 @@ class Laps(Pausing):
         self._keep_s = settings.learnt_save_s
         core_settings = CoreSettings(reserved_share=settings.reserved_share)
         core = Core(policy_named(settings.policy, core_settings), core_settings, priors)
-        growth = 1 + self.num_spec_tokens + self.num_lookahead_tokens
+        # With a step in flight a request may have grown by as much again when the next one begins.
+        steps = 1 + isinstance(self, AsyncScheduler)
+        growth = steps * (1 + self.num_spec_tokens) + self.num_lookahead_tokens
         facts = WorkerFacts(
             worker_id=f"vllm-{rank}",
             slots=self.max_num_active_reqs,

@@ -180,6 +180,28 @@ def test_with_kv_for_few_requests_paused_ones_are_evicted_and_all_end(
 
 
 @BOTH
+def test_with_kv_for_few_requests_vllm_preempts_none_of_a_step_itself(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may grow by the step in flight and by the next one. vLLM preempts without regard to ranks, and our
+    metric does not count it.
+    """
+    server = laps(slots=4, blocks=40, asynchronous=asynchronous)
+    preempted: list[str] = []
+    preempt = server.scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(server.scheduler, "_preempt_request", noted)
+
+    run(server, burst(40, seed=3), check=True)
+
+    assert len(preempted) == server.scheduler.evictions > 0
+
+
+@BOTH
 def test_with_a_watermark_all_end(asynchronous: bool) -> None:
     """vLLM keeps that share of its blocks free when a request joins others, and paused requests hold blocks."""
     server = laps(slots=4, residents=16, blocks=90, asynchronous=asynchronous, watermark=0.6)
