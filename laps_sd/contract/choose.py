@@ -100,8 +100,8 @@ class Candidate:
     """KV blocks of the target pool that it holds on the device."""
     draft_blocks: Final[int]
     shared: Final[tuple[SharedBlocks, ...]]
-    """Those of its blocks that other requests hold as well. If it has none on the device: those that it will find
-    and others hold."""
+    """Those of its blocks that other requests hold as well. In a pool in which it has none: those that it will find and
+    others hold."""
 
     def __init__(
         self,
@@ -352,6 +352,13 @@ def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Sele
             share -= 1
 
 
+def _held_runs(candidate: Candidate) -> tuple[SharedBlocks, ...]:
+    """Return the shared blocks of a resident that it holds: it may have none of the draft's yet."""
+    if candidate.draft_blocks or not candidate.shared:
+        return candidate.shared
+    return tuple([run for run in candidate.shared if not run.draft_blocks])
+
+
 @final
 class _Room:
     """Blocks of both pools that are left. Blocks that several requests share are taken once, and left when the last
@@ -369,7 +376,7 @@ class _Room:
 
     def keep(self, candidate: Candidate) -> None:
         """Take what a request holds."""
-        self.add(candidate.shared, candidate.target_blocks, candidate.draft_blocks)
+        self.add(_held_runs(candidate), candidate.target_blocks, candidate.draft_blocks)
 
     def take_if_it_fits(self, entry: _Entry) -> bool:
         """Take what a request needs in this round if that much is left; return whether it is."""
@@ -500,6 +507,6 @@ class _Selection:
             if not entry.chosen and (
                 (room.target < 0 and paused.target_blocks) or (room.draft < 0 and paused.draft_blocks)
             ):
-                room.remove(paused.shared, paused.target_blocks, paused.draft_blocks)
+                room.remove(_held_runs(paused), paused.target_blocks, paused.draft_blocks)
                 evicted.append(paused.request_id)
         return evicted

@@ -470,6 +470,22 @@ class TestSharedBlocks:
         assert choose([kept, *finds], place(1, blocks=13)).evict == ("a",)
         assert choose([kept, *finds], place(1, blocks=14)).evict == ()
 
+    def test_one_that_runs_without_kv_of_the_draft_will_find_it_there(self) -> None:
+        parts = (SharedBlocks(3, 5, 0), SharedBlocks(-4, 0, 5))
+        two = [running("a", shared=parts), running("b", draft_blocks=0, shared=parts)]
+        assert choose(two, place(2, blocks=9, draft_blocks=9)).run == ("a", "b")
+        assert choose(two, place(2, blocks=9, draft_blocks=8)).run == ("a",)
+
+    def test_and_keeps_none_of_it_while_it_is_paused(self) -> None:
+        parts = (SharedBlocks(3, 5, 0), SharedBlocks(-4, 0, 5))
+        who = [
+            running("a", shared=parts),
+            resident("b", 2.0, draft_blocks=0, shared=parts),
+            resident("c", 9.0),
+        ]
+        assert choose(who, place(1, blocks=100, draft_blocks=14)).evict == ()
+        assert choose(who, place(1, blocks=100, draft_blocks=13)).evict == ("c",)
+
     def test_a_displaced_one_keeps_its_kv_where_the_other_finds_most_of_its_own(self) -> None:
         """With 9 blocks, `c` displaces `a`, which it would not if `a` lost its KV. `b`, which waits, holds none."""
         runs = running("a", 1.2, shared=self.START, resume_cost_s=5.0)

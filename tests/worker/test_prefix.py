@@ -150,7 +150,7 @@ def test_the_text_is_the_same_with_and_without_reuse(
 def taken(engine: Engine, names: Sequence[str]) -> tuple[int, int]:
     """Return the blocks that requests take of both pools, by their own reports."""
     found = [one for one in map(engine.status, names) if one.residency is Residency.DEVICE]
-    holders = Counter(run for one in found for run in one.shared)
+    holders = Counter(run for one in found for run in one.shared if one.draft_blocks or not run.draft_blocks)
     target = sum(one.target_blocks for one in found)
     draft = sum(one.draft_blocks for one in found)
     for run, count in holders.items():

@@ -328,8 +328,8 @@ class SequenceStatus(NamedTuple):
     tokens: int  # context length: prompt and output
     target_blocks: int  # held on the device
     draft_blocks: int
-    # Those of these blocks that other requests hold as well, or will find, if `expect` named these. Of a request
-    # without KV on the device: those that it will find and others hold.
+    # Those of these blocks that other requests hold as well, or will find, if `expect` named these. In a pool in
+    # which the request has none: those that it will find and others hold.
     shared: tuple[SharedBlocks, ...] = ()
 
 

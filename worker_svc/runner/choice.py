@@ -171,16 +171,15 @@ class Chooser:
         stay = [
             c for name, c in shown.items() if c.residency is Residency.DEVICE and name not in choice.evict
         ]
-        held_runs = {run for candidate in stay for run in candidate.shared}
+        held_runs = {run for c in stay for run in c.shared if c.draft_blocks or not run.draft_blocks}
         target = draft = 0  # blocks that the next round takes
         for name in choice.run:
             candidate = shown[name]
             needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
             has_target, has_draft = candidate.target_blocks, candidate.draft_blocks
-            if candidate.residency is not Residency.DEVICE:
-                found = [run for run in candidate.shared if run in held_runs]
-                has_target += sum([run.target_blocks for run in found])
-                has_draft += sum([run.draft_blocks for run in found])
+            found = [run for run in candidate.shared if run in held_runs]
+            has_target = has_target or sum([run.target_blocks for run in found])
+            has_draft = has_draft or sum([run.draft_blocks for run in found])
             target += max(0, needed - has_target)
             draft += max(0, needed - has_draft) if self._capacity.draft_blocks else 0
         moved = 0

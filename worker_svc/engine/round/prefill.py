@@ -111,17 +111,14 @@ class Prefill:
             pool.allocator.expect([(names, owned) for where, names, owned in starts if where is pool])
 
     def shared_blocks(self, sequence: Sequence) -> tuple[SharedBlocks, ...]:
-        """Return the blocks of a request that others hold as well, or will find. Without any on the device: those
-        that it will find and others hold.
+        """Return the blocks of a request that others hold as well, or will find. In a pool in which it has none:
+        those that it will find and others hold.
         """
         tables = [sequence.target] if sequence.draft is None else [sequence.target, sequence.draft]
-        if sequence.target.blocks:
-            runs = [
-                (pool, pool.allocator.shared(table.blocks))
-                for pool, table in zip(self._pools, tables, strict=True)
-            ]
-        else:
-            runs = [
+        held = [(pool, table.blocks) for pool, table in zip(self._pools, tables, strict=True) if table.blocks]
+        runs = [(pool, pool.allocator.shared(blocks)) for pool, blocks in held]
+        if len(held) < len(tables):
+            runs += [
                 (pool, pool.allocator.will_share(names, owned))
                 for pool, names, owned in self._owned(sequence)
             ]
