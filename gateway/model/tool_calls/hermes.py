@@ -16,14 +16,14 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesReader(ToolReader):
-    """Reads calls between tags. The last closing tag may be missing."""
+    """Reads calls between tags. The last closing tag may be missing or cut."""
 
     def _run(self) -> Step[None]:
         while (yield from self._until(BEGIN)):
             yield from self._blanks()
             if (yield from self._object()):
                 yield from self._blanks()
-                yield from self._literal(END)
+                yield from self._closing(END)
                 self._accept()
             else:
                 self._reject()

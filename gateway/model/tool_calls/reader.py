@@ -155,6 +155,16 @@ class ToolReader(Incremental[Event]):
         self._called = True
         self._index += 1
 
+    def _closing(self, tag: str) -> Step[bool]:
+        """Read the closing tag of a complete call, as far as the output has it; return whether nothing else is there."""
+        if (yield from self._literal(tag)):
+            return True
+        rest = self._text[self._at :]
+        if not (self._ended and tag.startswith(rest)):
+            return False
+        self._take(len(rest))
+        return True
+
     def _object(self) -> Step[bool]:
         """Read a call as an object with a name and arguments; return whether it is one."""
         name: str | None = None

@@ -91,7 +91,7 @@ class TaggedReader(ToolReader):
             if there and (yield from self._call()):
                 if self._tags.end:
                     space = yield from self._blanks()
-                    if not (yield from self._literal(END)):
+                    if not (yield from self._closing(END)):
                         self._space = space
                 self._accept()
             else:

@@ -79,6 +79,11 @@ WELL_FORMED: dict[str, tuple[str, str, list[Event]]] = {
         f'<tool_call>{{"name":"weather","arguments":{OSLO}}}',
         call(0, "weather", OSLO),
     ),
+    "hermes, cut in its last tag": (
+        "hermes",
+        f'<tool_call>{{"name":"weather","arguments":{OSLO}}}\n</tool_c',
+        call(0, "weather", OSLO),
+    ),
     "hermes with text after": (
         "hermes",
         '<tool_call>{"name":"now"}</tool_call> and done ',
