@@ -128,8 +128,8 @@ class FullCovariance:
         parts, starts, fresh, warm = found.parts, self._starts, self._fresh, self._warm
         for i in range(len(self.requests)):
             part = parts[i]
-            fresh[i] = fresh[i] - part * fresh_gain
-            warm[i] = warm[i] - part * warm_gain - starts[i] * factor_gain
+            fresh[i] -= part * fresh_gain
+            warm[i] -= part * warm_gain + starts[i] * factor_gain
         self.has_gains = True
 
     def add(
@@ -147,7 +147,7 @@ class FullCovariance:
         row, starts, warm = self._shares(found.parts), self._starts, self._warm
         for i in range(len(self.requests)):
             row[i] = -row[i] / root
-            warm[i] = warm[i] - starts[i] * factor_gain
+            warm[i] -= starts[i] * factor_gain
         # A part of its own, so those of the others need not change.
         self._fresh = append(self._fresh, fresh_gain * root)
         self._warm = append(warm, warm_gain * root)
@@ -173,7 +173,7 @@ class FullCovariance:
         for i in range(len(parts)):
             row, part = self._rows[i], parts[i]
             for j in range(i + 1):
-                shares[j] = shares[j] + row[j] * part
+                shares[j] += row[j] * part
         return shares
 
     def _covariances(self, request: LearnedRequest) -> vec[float]:
@@ -181,7 +181,7 @@ class FullCovariance:
         common = vec[float]([0.0] * len(self.requests))
         for feature in request.features:
             for i in self._by_feature.get(feature, ()):
-                common[i] = common[i] + 1.0
+                common[i] += 1.0
         covariances = vec[float]()
         for i in range(len(self.requests)):
             other = self.requests[i]

@@ -24,6 +24,7 @@ from scheduler_svc.core.estimates.lengths import (
     TokensLeft,
     bounded,
     chance_above,
+    density,
 )
 from scheduler_svc.core.native import append, vec
 
@@ -43,9 +44,6 @@ distribution."""
 BINS_PER_SUM: Final = 8
 """Bins from one sum that is kept of a distribution to the next; a sum between them is computed when it is needed. To
 keep the sum at each bin made a distribution twice as costly, and each is used twice in the mean."""
-
-
-_ROOT_TWO_PI: Final = math.sqrt(2 * math.pi)
 
 
 def _step_of(spread: float) -> int:
@@ -251,5 +249,5 @@ class _Likely:
         # Then one step of Newton's method on the logarithm. `NormalDist.inv_cdf` takes three times as long, compiled.
         z = cells * normal.cell_width / normal.spread
         found = chance_above(z)
-        z += math.log(found / wanted) * found * _ROOT_TWO_PI * math.exp(z * z / 2)
+        z += math.log(found / wanted) * found / density(z)
         return math.exp(self._centre + z * normal.spread)

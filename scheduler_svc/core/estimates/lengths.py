@@ -45,11 +45,13 @@ BINS: Final = 150
 EDGES: Final = [0.0, *(BIN_RATIO**i for i in range(BINS))]
 """Bin i holds the lengths in (edge i, edge i+1]."""
 _EDGES: Final = vec[float](EDGES)
+"""The same for arithmetic; bisection takes no array."""
 _MIDDLES: Final = vec[float]([(low + high) / 2 for low, high in pairwise(EDGES)])
 _LOG_MIDDLES: Final = vec[float]([math.log(max(1.0, middle)) for middle in _MIDDLES])
 _KEEP: Final = 1 - 1 / FORGET_REQUESTS
 _LARGEST_UNIT: Final = 1e9
 _ROOT_HALF: Final = math.sqrt(0.5)
+_ROOT_TWO_PI: Final = math.sqrt(2 * math.pi)
 _NOTHING: Final = 1e-9
 """A tail thinner than this has no information about the lengths beyond."""
 
@@ -78,6 +80,11 @@ _erfc: Final = math.erfc  # compiled, such a name costs no look-up
 def chance_above(z: float) -> float:
     """Return the probability of more than z standard deviations above the mean of a normal distribution."""
     return 0.5 * _erfc(z * _ROOT_HALF)
+
+
+def density(z: float) -> float:
+    """Return the density of a normal distribution z standard deviations above its mean, per standard deviation."""
+    return math.exp(-z * z / 2) / _ROOT_TWO_PI
 
 
 def _zeros() -> vec[float]:
@@ -184,15 +191,15 @@ class LengthTable:
         i = min(bisect_left(EDGES, length) - 1, BINS - 1)
         counts, cuts = self._counts, self._cuts
         if not cut:
-            counts[i] = counts[i] + self._unit
+            counts[i] += self._unit
         elif i == BINS - 1:
-            cuts[i] = cuts[i] + self._unit
+            cuts[i] += self._unit
         else:
             # A limit between two edges is shared between them: at the lower one alone the bin would have too
             # few requests that came through it, at the upper one too many.
             part = (length - _EDGES[i]) / (_EDGES[i + 1] - _EDGES[i])
-            cuts[i] = cuts[i] + (1 - part) * self._unit
-            cuts[i + 1] = cuts[i + 1] + part * self._unit
+            cuts[i] += (1 - part) * self._unit
+            cuts[i + 1] += part * self._unit
         self.weight = self.weight * _KEEP + 1
         self._since_built += 1
         if self._unit > _LARGEST_UNIT:

@@ -40,7 +40,7 @@ from scheduler_svc.core.estimates.full_covariance import (
     FullCovariance,
     LearnedRequest,
 )
-from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN, chance_above
+from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN, chance_above, density
 from scheduler_svc.core.estimates.plausible import MOST, MOST_LOG, check_size, within
 from scheduler_svc.core.native import vec
 
@@ -78,7 +78,6 @@ _VARIANCE_STEPS: Final = 24.0
 """Variances are saved in a byte each, in this many steps per factor of e."""
 _COMPRESSION: Final = 3
 """Level of zlib: 6 makes them 8 % shorter and takes seven times as long, while the scheduler does nothing else."""
-_ROOT_TWO_PI: Final = math.sqrt(2 * math.pi)
 FORMAT: Final = 1
 
 
@@ -267,11 +266,11 @@ class PromptLengths:
         warm_gain *= WEIGHT_VARIANCE * request.scale
         if self._has_start:
             for i in request.features:
-                fresh[i] = fresh[i] + fresh_gain
-                warm[i] = warm[i] + warm_gain
+                fresh[i] += fresh_gain
+                warm[i] += warm_gain
         else:
             for i in request.features:
-                fresh[i] = fresh[i] + fresh_gain
+                fresh[i] += fresh_gain
 
     def _move(
         self,
@@ -319,18 +318,17 @@ class PromptLengths:
         self._factor += variance * start * warm_gain
         if ended:
             self._factor_variance = max(LEAST_VARIANCE, variance - (variance * start) ** 2 / warm_total)
-        # Not in place: compiled, that would be an addition of two objects.
         if self._has_start:
             warm_gain *= scale
             for at in range(0, size, 2):
                 i = features[at] | features[at + 1] << 8
-                warm[i] = warm[i] + variances[i] * warm_gain
+                warm[i] += variances[i] * warm_gain
         fresh_gain *= scale
         shrinks = scale * scale / total
         for at in range(0, size, 2):
             i = features[at] | features[at + 1] << 8
             variance = variances[i]
-            fresh[i] = fresh[i] + variance * fresh_gain
+            fresh[i] += variance * fresh_gain
             if ended:
                 variance -= variance * variance * shrinks
                 variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
@@ -487,7 +485,7 @@ def _expected_beyond(error: float) -> tuple[float, float]:
     z = error / spread
     if z > 8.0:
         return error, 1.0
-    hazard = math.exp(-z * z / 2) / _ROOT_TWO_PI / chance_above(z)
+    hazard = density(z) / chance_above(z)
     return spread * hazard, min(1.0, hazard * (hazard - z))
 
 
