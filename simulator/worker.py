@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from laps_sd.contract.choose import (
-    LOOKED_UP,
     NEW_CLOCK,
     Candidate,
     Choice,
@@ -27,6 +26,7 @@ from laps_sd.contract.choose import (
     SharedBlocks,
     WorkerState,
     choose,
+    looked_up,
     shared_runs,
 )
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
@@ -263,13 +263,15 @@ class VirtualWorker:
 
     def _look_up(self, waiting: Sequence[HeldRequest]) -> dict[str, int]:
         """Return how many blocks of prompts the first of these requests, without KV on the device, will find while
-        others hold them; of none if the first ones, as many as a round has, have room for the whole of their contexts.
+        others hold them.
         """
         growth, size = self.facts.max_draft_len, self.facts.block_size
-        tokens = [held.job.prompt_tokens + held.emitted for held in waiting[: self.facts.slots]]
-        if sum([-(-(count + growth) // size) for count in tokens]) <= self.free_blocks:
-            return {}
-        found = [(held.job.request_id, self._will_find(held)) for held in waiting[:LOOKED_UP]]
+        needed = (
+            -(-(held.job.prompt_tokens + held.emitted + growth) // size)
+            for held in waiting[: self.facts.slots]
+        )
+        most = looked_up(needed, self.free_blocks)
+        found = [(held.job.request_id, self._will_find(held)) for held in waiting[:most]]
         return {request_id: count for request_id, count in found if count}
 
     def _will_find(self, held: HeldRequest) -> int:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -132,6 +132,13 @@ class Candidate:
         self.shared = shared
 
 
+def held_runs(candidate: Candidate) -> tuple[SharedBlocks, ...]:
+    """Return the shared blocks of a resident that it holds: it may have none of the draft's yet."""
+    if candidate.draft_blocks or not candidate.shared:
+        return candidate.shared
+    return tuple([run for run in candidate.shared if not run.draft_blocks])
+
+
 class ReserveClock(NamedTuple):
     """State of the reserved share in the present cycle, on a one-slot worker."""
 
@@ -192,13 +199,23 @@ LATCH_ON: Final = 0.85
 LATCH_OFF: Final = 0.70
 """Share below which preemption is allowed again: the gap keeps the latch from oscillating."""
 LOOKED_UP: Final = 16
-"""Requests without KV on the device whose `Candidate.shared` is looked up, at most; where all have room, none. Our
-choice: it takes 0.1 to 0.2 ms.
+"""Requests without KV on the device whose `Candidate.shared` is looked up, at most. Our choice: it takes 0.1 to 0.2 ms.
 """
 RESERVED_SLICE_ROUNDS: Final = 32
 """Reserved rounds out of `RESERVED_CYCLE_ROUNDS` on a one-slot worker, where the reserved share is time."""
 RESERVED_ONE_IN: Final = 32
 RESERVED_CYCLE_ROUNDS: Final = RESERVED_SLICE_ROUNDS * RESERVED_ONE_IN
+
+
+def looked_up(blocks: Iterable[int], free: int) -> int:
+    """Return for how many of the best requests without KV on the device `Candidate.shared` is looked up: none if there is
+    room for the whole contexts of as many as a round has. `blocks`: those that each of these needs.
+    """
+    for needed in blocks:
+        free -= needed
+        if free < 0:
+            return LOOKED_UP
+    return 0
 
 
 def reserved_slots(slots: int, clock: ReserveClock = NEW_CLOCK) -> int:
@@ -352,13 +369,6 @@ def _fill_reserved_share(entries: Sequence[_Entry], share: int, selection: _Sele
             share -= 1
 
 
-def _held_runs(candidate: Candidate) -> tuple[SharedBlocks, ...]:
-    """Return the shared blocks of a resident that it holds: it may have none of the draft's yet."""
-    if candidate.draft_blocks or not candidate.shared:
-        return candidate.shared
-    return tuple([run for run in candidate.shared if not run.draft_blocks])
-
-
 @final
 class _Room:
     """Blocks of both pools that are left. Blocks that several requests share are taken once, and left when the last
@@ -376,7 +386,7 @@ class _Room:
 
     def keep(self, candidate: Candidate) -> None:
         """Take what a request holds."""
-        self.add(_held_runs(candidate), candidate.target_blocks, candidate.draft_blocks)
+        self.add(held_runs(candidate), candidate.target_blocks, candidate.draft_blocks)
 
     def take_if_it_fits(self, entry: _Entry) -> bool:
         """Take what a request needs in this round if that much is left; return whether it is."""
@@ -507,6 +517,6 @@ class _Selection:
             if not entry.chosen and (
                 (room.target < 0 and paused.target_blocks) or (room.draft < 0 and paused.draft_blocks)
             ):
-                room.remove(_held_runs(paused), paused.target_blocks, paused.draft_blocks)
+                room.remove(held_runs(paused), paused.target_blocks, paused.draft_blocks)
                 evicted.append(paused.request_id)
         return evicted

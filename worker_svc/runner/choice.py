@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from laps_sd.contract.choose import (
     LATCH_ON,
-    LOOKED_UP,
     NEW_CLOCK,
     Candidate,
     Choice,
     Residency,
     WorkerState,
     choose,
+    held_runs,
+    looked_up,
 )
 from worker_svc.engine.interface import Engine, blocks_needed
 from worker_svc.runner.held import Held, HeldRequests
@@ -143,17 +144,15 @@ class Chooser:
         return candidates
 
     def _to_look_up(self, waiting: Sequence[Held]) -> frozenset[str]:
-        """Return the first requests without KV on the device, `LOOKED_UP` at most; none if the first ones, as many as
-        a round has, have room for the whole of their contexts.
-        """
+        """Return the first requests without KV on the device whose part in the prefix cache is looked up."""
         size, room = self._capacity.block_size, self.free_blocks[0]
         if self._capacity.draft_blocks:
             room = min(self.free_blocks)
-        for held in waiting[: self._capacity.slots]:
-            room -= blocks_needed(len(held.spec.prompt_ids) + len(held.output), self._growth, size)
-            if room < 0:
-                return frozenset([held.spec.request_id for held in waiting[:LOOKED_UP]])
-        return frozenset()
+        needed = (
+            blocks_needed(len(held.spec.prompt_ids) + len(held.output), self._growth, size)
+            for held in waiting[: self._capacity.slots]
+        )
+        return frozenset([held.spec.request_id for held in waiting[: looked_up(needed, room)]])
 
     def _push_out_hidden(self, choice: Choice, candidates: Iterable[Candidate]) -> int:
         """Free the room that `choose` cannot know to be taken: by requests not listed, or at their bound.
@@ -171,13 +170,13 @@ class Chooser:
         stay = [
             c for name, c in shown.items() if c.residency is Residency.DEVICE and name not in choice.evict
         ]
-        held_runs = {run for c in stay for run in c.shared if c.draft_blocks or not run.draft_blocks}
+        there = {run for candidate in stay for run in held_runs(candidate)}
         target = draft = 0  # blocks that the next round takes
         for name in choice.run:
             candidate = shown[name]
             needed = blocks_needed(candidate.tokens, self._growth, self._capacity.block_size)
             has_target, has_draft = candidate.target_blocks, candidate.draft_blocks
-            found = [run for run in candidate.shared if run in held_runs]
+            found = [run for run in candidate.shared if run in there]
             has_target = has_target or sum([run.target_blocks for run in found])
             has_draft = has_draft or sum([run.draft_blocks for run in found])
             target += max(0, needed - has_target)
