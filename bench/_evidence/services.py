@@ -187,12 +187,12 @@ def _workers_carried(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def recovering(path: Path) -> Iterator[str]:
     """Yield the section on the time in which a new leader reads the record."""
-    from bench.recovery import GOAL_REQUESTS, GOAL_S, LEASE_S
+    from bench.recovery import GOAL_REQUESTS, GOAL_S, LEASE_S, OUTPUT_TOKENS, SLOTS, WORKERS
 
     rows, source, _ = read_rows(path)
     how = "compiled as in the scheduler's image" if rows[0]["compiled"] else "not compiled"
     yield (
-        f"A new leader, {how}, reads {rows[0]['requests']:,} unfinished requests before it leads; 50 workers have 64 of them each, with 100 outputs. {source}."
+        f"A new leader, {how}, reads {rows[0]['requests']:,} unfinished requests before it leads; {WORKERS} workers have {SLOTS} of them each, with {OUTPUT_TOKENS} outputs. {source}."
     )
     yield from table(
         ("seconds", "its CPU, s", "the record's CPU, s", "longest time between two renewals of the lease, s"),

@@ -35,8 +35,8 @@ VLLM: dict[End, str | None] = {
 
 
 def openai_reason(ended: inference_pb2.Ended) -> str:
-    """Return OpenAI's `finish_reason` of an output. Raises its failure if it failed or was cancelled, which for a client
-    that waits is a failure that a repetition mends, unless a call cancelled it."""
+    """Return OpenAI's `finish_reason` of an output. Raises its failure if it failed, Cancelled if a call cancelled it,
+    and Unavailable if it ended because its gateway was away."""
     end = end_of_reason(ended.finish_reason)
     if end is End.CANCELLED and ended.error == CLIENT_WENT_AWAY:
         raise Unavailable(

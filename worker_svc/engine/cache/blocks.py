@@ -183,7 +183,7 @@ class BlockAllocator:
         return 0 if not most or has_none(names[0]) else bisect_left(names, True, 1, most, key=has_none)
 
     def expect(self, starts: Iterable[tuple[Sequence[bytes], int]]) -> None:
-        """Count as shared what requests will find: of the blocks with these names so many, all of which have owners.
+        """Count as shared what requests will find: this number of the blocks with these names, all of which have owners.
         It holds for `shared` and `will_share` until the next call.
         """
         self._starts = {self._by_name[names[count - 1]][0]: count for names, count in starts}
