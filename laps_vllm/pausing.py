@@ -264,10 +264,12 @@ class Pausing:
     def held_and_shared(self, request: Request) -> tuple[int, tuple[SharedBlocks, ...]]:
         """Return the same, and those of these blocks that others hold as well, where there is one group."""
         groups = self._blocks_of(request)
-        held = max(map(len, groups), default=0)
         if len(groups) != 1:
-            return held, ()
+            return max(map(len, groups), default=0), ()
         [blocks] = groups
+        held = len(blocks)
+        if not held or blocks[0].ref_cnt <= 1:  # the usual case, without two more calls
+            return held, ()
         runs = shared_runs(held, lambda at: blocks[at].ref_cnt)
         return held, tuple([SharedBlocks(blocks[begin].block_id, end - begin, 0) for begin, end in runs])
 

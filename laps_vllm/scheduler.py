@@ -274,15 +274,15 @@ class Laps(Pausing):
         if request is None:
             return None
         status, tokens, computed = request.status, request.num_tokens, request.num_computed_tokens
-        if status is not RUNNING and not self._can_join(request):
-            return None
         known = self._known.get(request_id)
         if known is not None and known[0] is status and known[1] == tokens and known[2] == computed:
             return known[3]
+        if status is not RUNNING and not self._can_join(request):
+            return None
         now = RequestNow(tokens, *self.held_and_shared(request))
-        if now.shared:  # until others come or go
-            return now
-        self._known[request_id] = (status, tokens, computed, now)
+        # What it shares changes when others come or go, and whether its KV has arrived without a change of its own.
+        if not now.shared and (status is RUNNING or status in READY):
+            self._known[request_id] = (status, tokens, computed, now)
         return now
 
     def _can_join(self, request: Request) -> bool:
