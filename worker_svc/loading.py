@@ -141,6 +141,8 @@ def _vllm_engine(settings: WorkerSettings) -> Engine:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # Threads that are bound to cores would share these with the next worker of this machine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # It sends statistics about its use to its authors otherwise.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "debug" else "WARNING")
     try:
         from worker_svc.engine.vllm.loading import load_engine

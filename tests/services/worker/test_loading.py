@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,20 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[VllmOptions]:
         monkeypatch.setenv(name, "1")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")  # whatever it was comes back at the end
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS")
     return taken
+
+
+def test_vllm_sends_no_statistics_about_its_use_unless_told_to(
+    loaded: list[VllmOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(vllm())
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    load(vllm())
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "0"
 
 
 def test_vllm_gets_the_demo_pair_and_the_sizes(loaded: list[VllmOptions]) -> None:
