@@ -1,7 +1,7 @@
 """The file of tenants: their names, keys and limits (TOML; `laps-sd key` writes an entry).
 
     [tenants.acme]
-    keys = ["sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
+    keys = ["sha256:…"]            # 64 hexadecimal digits
     requests_per_minute = 600      # in the long run; a sixth of it at once
     concurrent_requests = 50       # open at once
     max_priority = 10              # highest priority of its requests
