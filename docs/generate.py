@@ -80,11 +80,11 @@ def settings_page() -> str:
         "A setting is an environment variable and a flag of the service; the flag wins. `--show-settings` prints the",
         "values in force and where each comes from, for example `laps-sd scheduler --show-settings`; `laps-sd config`",
         "prints those of all services, with their meaning. A value out of bounds stops the service with exit code 2 and",
-        "a message that names the variable. An empty value means *none*, as does `none` itself for a number, a file or a",
-        "directory.",
+        "a message that names the variable. Where a setting may be *none*, an empty value means that, as does `none`",
+        "for a number, a file or a directory. Elsewhere an empty number or choice is an error: leave the variable out.",
         "",
         "`laps-sd up` passes every `LAPS_SD_…` variable of its shell to all three services; the values that it sets",
-        "itself (addresses, ports, names, models) win.",
+        "itself win: addresses, ports, shard, pool, models, `LAPS_SD_DRAIN_S`, and the level and style of logs.",
     ]
     for title, command, cls, _ in SERVICES:
         lines += ["", f"## {title}", "", f"`laps-sd {command}`", ""]
