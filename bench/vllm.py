@@ -155,8 +155,7 @@ def _measured(
                 stack.enter_context(on_clock.Server(options.vllm, mode, setup, tree, folder))
                 for mode in CLOCK
             ]
-            seeds = range(101, 101 + options.clock_seeds)
-            yield from on_clock.measure(servers, CLOCK_COUNT, seeds, LOAD, setup)
+            yield from on_clock.measure(servers, CLOCK_COUNT, options.clock_seeds, LOAD, setup)
 
 
 def _on_shape(

@@ -1,7 +1,7 @@
 """Runs on the clock: real servers with vLLM's OpenAI API, one for each mode, that take turns on the same requests.
 
 All servers stay up, and one at a time has requests. A server of LAPS-SD keeps what it has learnt from the runs
-before, as in use.
+before, as in use. So no prompt comes twice: at temperature 0 its answer would be known.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bench._peers import PeerFailed, environment, last_lines, wait_or_kill
 from bench._vllm.figures import figures
 from bench._vllm.in_core import draft_model
 from bench._vllm.modes import FCFS, Mode
-from bench._vllm.workload import Workload, demo_workload, guessed, poisson_arrivals, requests_of
+from bench._vllm.workload import Workload, distinct_workloads, guessed, poisson_arrivals, requests_of
 from bench.report import progress
 from laps_sd.stack.ports import free_port
 
 WITHIN_S = 0.3
 """Seconds over which a burst arrives: some 40 steps, as in steps. Within 2 s a fast machine served a burst of 100 as it came."""
-WARM_SEED, WARM_COUNT = 1000, 16
+FIRST_SEED = 100
 START_S = 1200.0
 """Longest start of a server."""
 SCHEDULER = "laps_vllm.scheduler.LapsScheduler"
@@ -87,23 +87,23 @@ def _arguments(mode: Mode, setup: dict[str, Any], port: int) -> list[str]:
 
 
 def measure(
-    servers: Sequence[Server], count: int, seeds: Sequence[int], load: float, setup: dict[str, Any]
+    servers: Sequence[Server], count: int, runs: int, load: float, setup: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each run: for each seed a burst, and arrivals at `load` of what the first mode's burst
-    served.
+    """Yield a row for each run: `runs` bursts, and as many times arrivals at `load` of what the burst before
+    showed that the first mode serves. A burst before the first of them is in no row: what a server does for the
+    first time takes longer, and LAPS-SD has learnt nothing yet.
     """
-    warm = demo_workload(WARM_COUNT, WARM_SEED)
     for server in servers:
         server.wait()
-        _run(server, warm, [0.0] * len(warm), [0] * len(warm), [100] * len(warm), setup)
         progress(f"the server of {server.mode.name} is ready")
-    for seed in seeds:
-        workload = demo_workload(count, seed)
-        arrivals = [number * WITHIN_S / count for number in range(count)]
-        rows, lasted_s = _in_turn(servers, f"burst of {count}", workload, arrivals, setup)
+    warm, *workloads = distinct_workloads(1 + 2 * runs, count, FIRST_SEED)
+    arrivals = [number * WITHIN_S / count for number in range(count)]
+    _in_turn(servers, "before the first", warm, arrivals, setup)
+    for burst, loaded in zip(workloads[::2], workloads[1::2], strict=True):
+        rows, lasted_s = _in_turn(servers, f"burst of {count}", burst, arrivals, setup)
         yield from rows
-        at_load = poisson_arrivals(count, lasted_s / count / load, seed)
-        yield from _in_turn(servers, f"load {load:g}", workload, at_load, setup)[0]
+        at_load = poisson_arrivals(count, lasted_s / count / load, loaded.seed)
+        yield from _in_turn(servers, f"load {load:g}", loaded, at_load, setup)[0]
 
 
 def _in_turn(

@@ -6,9 +6,12 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench._vllm.modes import Mode
+
+if TYPE_CHECKING:
+    from demo.prompts import Prompt
 
 GUESS_SIGMA = 0.5
 """Guessed lengths are the true ones times exp(σ z), as good predictors are."""
@@ -34,13 +37,42 @@ class Workload:
 
 def demo_workload(count: int, seed: int) -> Workload:
     """Return prompts of all kinds that the demo pair knows, in equal parts."""
+    from demo.prompts import demo_prompts
+
+    return _workload(demo_prompts(None, count, seed), seed)
+
+
+def distinct_workloads(runs: int, count: int, seed: int) -> list[Workload]:
+    """Return workloads in which no prompt comes twice, neither in one nor in two of them. Each has prompts of all kinds
+    that the demo pair knows; of a kind with few different prompts it has fewer than of the others."""
+    from demo.prompts import KINDS, demo_prompts
+
+    missing = runs * count
+    kinds: list[list[Prompt]] = [
+        list({prompt.text: prompt for prompt in demo_prompts(kind, missing // len(KINDS) * 2, seed)}.values())
+        for kind in KINDS
+    ]
+    placed: list[tuple[float, Prompt]] = []
+    for number, prompts in enumerate(sorted(kinds, key=len)):
+        share = min(len(prompts), -(-missing // (len(KINDS) - number)))
+        missing -= share
+        placed += [((at + 0.5) / share, prompt) for at, prompt in enumerate(prompts[:share])]
+    placed.sort(key=lambda each: each[0])
+    rng = random.Random(f"distinct/{seed}")
+    workloads = []
+    for run in range(runs):
+        of_run = [prompt for _, prompt in placed[run * count : (run + 1) * count]]
+        rng.shuffle(of_run)
+        workloads.append(_workload(of_run, seed + run))
+    return workloads
+
+
+def _workload(prompts: Sequence[Prompt], seed: int) -> Workload:
     from tokenizers import Tokenizer
 
-    from demo.prompts import demo_prompts
     from worker_svc.demo import TARGET_DIR
 
     tokenizer = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
-    prompts = demo_prompts(None, count, seed)
     ids = [tokenizer.encode(prompt.text + "\n").ids for prompt in prompts]
     return Workload(seed, ids, [prompt.kind for prompt in prompts])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,16 @@ from bench._vllm.on_clock import body_of
 from bench._vllm.options import arguments
 from bench._vllm.replay import Recorded, next_tokens
 from bench._vllm.workers import COUPLED, PLAIN
-from bench._vllm.workload import Workload, burst_arrivals, demo_workload, guessed, load_arrivals, requests_of
+from bench._vllm.workload import (
+    Workload,
+    burst_arrivals,
+    demo_workload,
+    distinct_workloads,
+    guessed,
+    load_arrivals,
+    requests_of,
+)
+from demo.prompts import KINDS
 
 BY_NAME = {mode.name: mode for mode in MODES}
 TWO = Workload(1, [[5, 6], [7]], ["code", "chat"])
@@ -80,6 +90,18 @@ def test_equal_seeds_give_equal_requests_and_guesses():
     assert guessed(lengths, 1) == guessed(lengths, 1) != guessed(lengths, 2)
     assert min(guessed(lengths, 1)) == 1
     assert sum(guess > length for guess, length in zip(guessed(lengths, 1), lengths, strict=True)) > 200
+
+
+def test_no_prompt_comes_twice_in_distinct_workloads_of_all_kinds():
+    workloads = distinct_workloads(16, 100, 1)
+
+    prompts = [tuple(ids) for workload in workloads for ids in workload.ids]
+    assert len(set(prompts)) == len(prompts) == 16 * 100
+    for workload in workloads:
+        of_kind = Counter(workload.kinds)
+        assert set(of_kind) == set(KINDS)
+        assert max(of_kind.values()) <= 10
+    assert distinct_workloads(3, 10, 1) == distinct_workloads(3, 10, 1) != distinct_workloads(3, 10, 2)
 
 
 def test_a_burst_arrives_evenly_and_a_load_at_its_rate():
