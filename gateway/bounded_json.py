@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 __all__ = ["decode", "decode_text", "encode", "is_few", "is_flat"]
 
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 """A string of JSON. An unterminated string matches too, so that it is scanned only once."""
 
 
-def is_few(raw: bytes, max_fields: int, max_values: int) -> bool:
-    """Return whether JSON has at most `max_fields` lists, objects and fields of them, and `max_values` values."""
-    return _few(raw, max_fields, max_values) or _few(STRING.sub(b"", raw), max_fields, max_values)
+def is_few(texts: Sequence[str], max_fields: int, max_values: int) -> bool:
+    """Return whether texts of JSON have at most `max_fields` lists, objects and fields of them, and
+    `max_values` values, all together. A string that does not end hides what follows in its own text only."""
+    return _few("".join(texts), max_fields, max_values) or _few(
+        "".join(STRING.sub("", text) for text in texts), max_fields, max_values
+    )
 
 
-def decode(raw: bytes | str) -> Any:
+def decode(text: str) -> Any:
     """Return the value of JSON. Raises ValueError with the reason."""
     try:
-        return json.loads(raw, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("it nests too deeply") from None
 
@@ -67,9 +70,9 @@ def _inner(value: Any) -> Iterable[Any]:
             return ()
 
 
-def _few(raw: bytes, max_fields: int, max_values: int) -> bool:
+def _few(text: str, max_fields: int, max_values: int) -> bool:
     """Return whether JSON is within the bounds even if the contents of its strings are counted as JSON."""
-    return raw.count(b"[") + raw.count(b"{") + raw.count(b":") <= max_fields and raw.count(b",") <= max_values
+    return text.count("[") + text.count("{") + text.count(":") <= max_fields and text.count(",") <= max_values
 
 
 def _no_constant(name: str) -> NoReturn:

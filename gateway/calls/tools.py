@@ -79,7 +79,7 @@ def check_tools(request: inference_pb2.GenerateRequest, settings: GatewaySetting
     """Raise InvalidArgument unless the tools, the calls and the template's variables of a chat are in bounds."""
     chat = request.messages
     texts = list(_texts_of_json(chat))
-    if not is_few("".join(texts).encode(), settings.max_message_fields, settings.max_message_fields):
+    if not is_few(texts, settings.max_message_fields, settings.max_message_fields):
         raise InvalidArgument(
             "messages.tools",
             f"must be JSON of at most {settings.max_message_fields} lists, objects and fields of them, "

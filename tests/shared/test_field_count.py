@@ -9,6 +9,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from gateway.api.openai.body import read_body
+from gateway.bounded_json import is_few
 from laps_sd.errors import InvalidArgument
 from laps_sd.service.field_count import check_fields
 from laps_sd.v1 import inference_pb2 as pb
@@ -97,6 +98,28 @@ def test_a_body_of_json_is_bounded_before_it_is_decoded() -> None:
             read_body(body, 4)
     with pytest.raises(InvalidArgument, match="must be JSON"):  # one string, which does not end
         read_body(b'{"a": "' + b'\\"[' * 99, 4)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [("utf-16", "UTF-8"), ("utf-32", "UTF-8"), ("utf-16-le", "JSON"), ("utf-32-be", "JSON")],
+)
+def test_a_body_in_another_encoding_cannot_hide_its_fields(encoding: str, said: str) -> None:
+    """U+2200 has the byte of a quotation mark in UTF-16 and UTF-32, and Python's decoder takes both."""
+    body = f'{{"a": "\u2200", "b": [{"[], " * 99}[]]}}'
+    with pytest.raises(InvalidArgument, match=f"the body must be {said}"):
+        read_body(body.encode(encoding), 5)
+    with pytest.raises(InvalidArgument, match="the body must be JSON of at most 5 lists"):
+        read_body(body.encode(), 5)
+
+
+def test_a_byte_order_mark_before_a_body_is_ignored() -> None:
+    assert read_body(b'\xef\xbb\xbf{"a": 1}', 5) == {"a": 1}
+
+
+def test_a_text_that_is_no_json_hides_nothing_of_those_after_it() -> None:
+    assert is_few(['{"a": "[[["}', '"', "[]"], 3, 9)
+    assert not is_few(['{"a": "[[["}', '"', "[[]]"], 3, 9)
 
 
 def test_a_plain_request_has_few_fields() -> None:

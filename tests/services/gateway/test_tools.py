@@ -523,6 +523,12 @@ def deep(levels: int) -> dict[str, Any]:
     return {"properties": {"a": deep(levels - 1)}} if levels else {}
 
 
+def calling(*arguments: str) -> dict[str, Any]:
+    """Return a message with a call for each of the arguments."""
+    calls = [{"function": {"name": "now", "arguments": text}} for text in arguments]
+    return {"role": "assistant", "tool_calls": calls}
+
+
 def tool(**changes: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f"} | changes}]}
 
@@ -572,6 +578,7 @@ def tool(**changes: Any) -> dict[str, Any]:
             "1 to 128",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function", "a name"),
+        ({"messages": [ASK, calling('"', "[" * 70_000)]}, "tools", "JSON of at most 65536 lists, objects and fields"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ],
 )  # fmt: skip
