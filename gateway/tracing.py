@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from gateway.usage import cached_tokens
 from laps_sd.errors import LapsSdError
 from laps_sd.service.ends import reason_text
 from laps_sd.service.tracing import Tracing
@@ -35,7 +36,8 @@ class CallSpan:
         self._first = True
         self._reasons: list[str] = []
         self._output_tokens = 0
-        self._cached_tokens = 0
+        self._ends: dict[str, inference_pb2.Ended | None] = {}
+        """The end of each choice by its request id, in the order of the choices."""
         self._failed = ""
         self._error: Exception | None = None
 
@@ -48,6 +50,7 @@ class CallSpan:
         """Record that all choices are in the store."""
         if self._span is None:
             return
+        self._ends = dict.fromkeys(one.request_id for one in accepted)
         self._span.add_event("accepted")
         self._span.set_attribute("gen_ai.response.id", accepted[0].request_id)
         self._span.set_attribute("gen_ai.response.model", accepted[0].model)
@@ -70,7 +73,7 @@ class CallSpan:
             return
         reason = reason_text(ended.finish_reason)
         self._reasons.append(reason)
-        self._cached_tokens += ended.usage.cached_prompt_tokens
+        self._ends[ended.request_id] = ended
         if ended.finish_reason == inference_pb2.FINISH_REASON_ERROR:
             self._failed = ended.error
         timing, speculation = ended.timing, ended.speculation
@@ -104,7 +107,8 @@ class CallSpan:
         self._span.set_attribute("gen_ai.usage.output_tokens", self._output_tokens)
         if self._reasons:
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
-            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", self._cached_tokens)
+            cached = cached_tokens(list(self._ends.values()), self._choices_per_prompt)
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
         if self._failed:
             self._span.set_attribute("error.type", "request_failed")
             self._span.set_status(Status(StatusCode.ERROR, self._failed))

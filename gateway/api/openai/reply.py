@@ -16,6 +16,7 @@ from gateway.api.openai.request import ParsedRequest
 from gateway.calls.generation import Generation
 from gateway.calls.output import Piece
 from gateway.model.files import ModelFiles
+from gateway.usage import cached_tokens
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
 from laps_sd.errors import LapsSdError
@@ -328,7 +329,7 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
     def _usage(self) -> Json:
-        cached = sum(choice.end.usage.cached_prompt_tokens for choice in self._choices if choice.end)
+        cached = cached_tokens([choice.end for choice in self._choices], self._parsed.choices_per_prompt)
         usage: Json = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,

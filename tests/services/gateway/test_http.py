@@ -114,8 +114,9 @@ class TestAWholeAnswer:
     async def test_of_several_prompts_has_them_in_order(self, served: Served) -> None:
         body = {"prompt": ["the quick", [70, 71]], "n": 2, "seed": 5}
         call = asyncio.create_task(served.post("/v1/completions", body))
-        for count in (4, 3, 2, 1):
-            await served.finished("one" if count < 3 else "two", count=count)
+        for count, cached in ((4, 2), (3, 2), (2, 3), (1, 1)):
+            end = link_pb2.RequestEnd(kind=Kind.KIND_STOP, cached_prompt_tokens=cached)
+            await served.finished("one" if count < 3 else "two", end, count)
         _, _, answer = await call
         submits = [recorded.submit for recorded in served.scheduler.record.requests.values()]
 
@@ -125,6 +126,8 @@ class TestAWholeAnswer:
         assert list(submits[2].specification.prompt_ids) == [70, 71]
         prompt_tokens = len(submits[0].specification.prompt_ids) + 2
         assert answer["usage"]["prompt_tokens"] == prompt_tokens
+        # A client that subtracts them gets what was computed for the first output of each prompt.
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 1 + 2}
 
     async def test_of_several_outputs_tokenizes_its_bad_words_once(
         self, served: Served, monkeypatch: pytest.MonkeyPatch

@@ -108,15 +108,19 @@ async def test_the_input_of_a_call_is_that_of_all_its_prompts_and_its_failure_is
             session.post(f"http://127.0.0.1:{running.gateway.http.port}/v1/completions", json=body)
         )
         await scheduler.submitted(4)
-        broken = link_pb2.RequestEnd(kind=Kind.KIND_ERROR, detail="the device is gone")
-        for request_id in list(scheduler.record.requests)[:3]:
-            scheduler.commit(request_id, [72], Kind.KIND_STOP)
+        broken = link_pb2.RequestEnd(
+            kind=Kind.KIND_ERROR, detail="the device is gone", cached_prompt_tokens=2
+        )
+        for request_id, cached in zip(scheduler.record.requests, (1, 0, 2), strict=False):
+            end = link_pb2.RequestEnd(kind=Kind.KIND_STOP, cached_prompt_tokens=cached)
+            scheduler.commit(request_id, [72], end)
         scheduler.commit(await scheduler.submitted(4), [], broken)
         await call
     await running.gateway.stop()
 
     (span,) = collector.spans()
     assert span.attributes["gen_ai.usage.input_tokens"] == 3
+    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 2, "at most those of the input"
     assert span.attributes["gen_ai.request.choice.count"] == 4
     assert "error.type" in span.attributes
     assert span.error == "the device is gone"
