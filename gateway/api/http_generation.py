@@ -69,8 +69,11 @@ class GenerationRoutes:
         caller = Caller(tenant=tenant_of(request, self._tenants))
         with self._calls.refusals(caller):
             body = await self._bodies.read(request, caller.tenant)
-            (prompt,) = read_count(body, self._on_unknown).requests
-        ids = await self._calls.tokenize(prompt, caller)
+            parsed = read_count(body, self._on_unknown)
+        try:
+            ids = await self._calls.tokenize(parsed.requests[0], caller)
+        except InvalidArgument as error:
+            raise _named_as_sent(error, parsed) from None
         return web.json_response({"input_tokens": len(ids)})
 
     async def _generate(self, request: web.Request, read: ReadBody) -> web.StreamResponse:
@@ -121,7 +124,7 @@ class GenerationRoutes:
                 )
                 return generation, await generation.read() if ttl_s is not None else []
         except InvalidArgument as error:
-            raise renamed(with_format_field(error, parsed.format_field), parsed.names) from None
+            raise _named_as_sent(error, parsed) from None
         except TimeoutError:
             raise Unavailable(
                 f"the request had not started within its {TTL_HEADER} of {ttl_s:g} s", retry_after_s=1.0
@@ -137,6 +140,11 @@ class GenerationRoutes:
         # computed already, so that it waits however many others of the tenant wait.
         text = await self._calls.conversions.run(caller.tenant, lambda: json_in_parts(reply.whole()), 0)
         return web.json_response(text=text, headers=headers)
+
+
+def _named_as_sent(error: InvalidArgument, parsed: ParsedRequest) -> InvalidArgument:
+    """Return an error about a request with the names that the fields have in its body."""
+    return renamed(with_format_field(error, parsed.format_field), parsed.names)
 
 
 def _answered_by(

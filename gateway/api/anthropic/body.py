@@ -12,7 +12,7 @@ from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
 from gateway.api.openai.field_errors import PARTS, TEXT, refused, validated
 from gateway.api.openai.field_types import AtMost, Number, Positive, Text, TopK, kind_of_content
-from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
+from gateway.api.openai.fields_of_chats import NAMES_OF_TOOLS, PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.tools import switches
@@ -45,6 +45,7 @@ NAMES = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
     ("stop", "stop_sequences"),
+    *NAMES_OF_TOOLS,
     ("messages", "messages"),
 )
 """Beginnings of names of fields of a chat, with those of this API."""
@@ -241,10 +242,16 @@ def _chat(read: CountBody, others: Json) -> ParsedRequest:
         given = others.get("chat_template_kwargs")
         if isinstance(given, dict | None):  # anything else is refused below
             chat["chat_template_kwargs"] = switches(thinks) | (given or {})
+    schemas = [
+        (f"{ours}.parameters", f"tools[{index}].input_schema")
+        for index in range(len(read.tools or ()))
+        for ours in (f"messages.tools[{index}]", f"tools[{index}].function")
+    ]
+    names = (*schemas, *NAMES)
     try:
-        return replace(read_chat(chat), names=NAMES)
+        return replace(read_chat(chat), names=names)
     except InvalidArgument as error:
-        raise renamed(error, NAMES) from None
+        raise renamed(error, names) from None
 
 
 def _messages(read: CountBody) -> Iterator[Json]:

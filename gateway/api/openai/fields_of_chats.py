@@ -8,7 +8,7 @@ from gateway.api.openai.body import Json
 from gateway.api.openai.models import SAMPLING_FIELDS, ChatBody
 from laps_sd.errors import InvalidArgument
 
-__all__ = ["PASSED_ON", "passed_on", "renamed"]
+__all__ = ["NAMES_OF_TOOLS", "PASSED_ON", "passed_on", "renamed"]
 
 PASSED_ON = (
     *(name for name in SAMPLING_FIELDS if name not in ("max_tokens", "temperature", "top_p")),
@@ -24,6 +24,14 @@ PASSED_ON = (
 )
 """vLLM's extensions and ours, which have the same meaning in each API."""
 
+NAMES_OF_TOOLS = (
+    ("messages.tools", "tools"),
+    ("messages.tool_choice", "tool_choice"),
+    ("messages.template_arguments", "chat_template_kwargs"),
+)
+"""Names that APIs share, for the table of `renamed`; before `messages`."""
+MESSAGES = ("messages.messages", "messages")
+
 
 def passed_on(body: Json) -> Json:
     """Return the fields of a body that a chat has too."""
@@ -33,13 +41,18 @@ def passed_on(body: Json) -> Json:
 
 def renamed(error: InvalidArgument, names: Sequence[tuple[str, str]]) -> InvalidArgument:
     """Return an error about a field of a chat with the field's name in another API. `names`: beginnings of names, the
-    longest first; what follows an index of a list of messages is dropped, since the lists differ."""
-    first, *others = ((_renamed(name, names), text) for name, text in error.violations)
+    longest first. Of a message only the last name is kept, in the sentence: the lists of messages differ."""
+    first, *others = (_renamed(name, text, names) for name, text in error.violations)
     return InvalidArgument(*first, *others)
 
 
-def _renamed(name: str, names: Sequence[tuple[str, str]]) -> str:
+def _renamed(name: str, text: str, names: Sequence[tuple[str, str]]) -> tuple[str, str]:
     for ours, theirs in names:
-        if name == ours or name.startswith((ours + ".", ours + "[")):
-            return theirs if ours.startswith("messages") else theirs + name[len(ours) :]
-    return name
+        if name != ours and not name.startswith((ours + ".", ours + "[")):
+            continue
+        rest = name[len(ours) :]
+        if ours not in MESSAGES:
+            return theirs + rest, text
+        last = rest.rpartition(".")[2]
+        return theirs, f"has a part whose {last} {text}" if rest.startswith("[") and "." in rest else text
+    return name, text

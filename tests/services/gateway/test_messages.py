@@ -34,6 +34,30 @@ TOOL = {
 }
 
 
+def nested(levels: int) -> Any:
+    return {"properties": {"a": nested(levels - 1)}} if levels else {}
+
+
+CALLED = {"type": "tool_use", "id": "c1", "name": "server.look", "input": {}}
+OF_TOOLS: Any = [
+    ({"tools": [TOOL | {"name": "server.look"}]}, "tools[0].name must be 1 to 128 letters"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name must be given once"),
+    ({"tools": [TOOL | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema must be the schema of"),
+    ({"tools": [TOOL | {"input_schema": nested(30)}]}, "tools[0].input_schema must nest at most 48 levels"),
+    ({"tools": [TOOL | {"input_schema": nested(40)}]}, "tools[0].input_schema must nest at most 64 levels"),
+    ({"tools": [TOOL] * 129}, "tools must be at most 128"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}, "tool_choice must name one of the"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs must have names of variables"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages must be absent"),
+    (
+        {"system": "Be brief.", "messages": [*BODY["messages"], {"role": "assistant", "content": [CALLED]}]},
+        "messages has a part whose name must be 1 to 128 letters",
+    ),
+]
+"""Faults that are found in the chat, with the beginnings of their messages."""
+
+
 async def counted(served: Served, body: Any) -> Any:
     """Return the number of tokens of the prompt of a body."""
     prompt = {name: value for name, value in body.items() if name != "max_tokens"}
@@ -295,6 +319,7 @@ async def test_the_tokens_of_a_prompt_are_counted(served: Served) -> None:
         ),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"colour": "red"}, "colour"),
+        *OF_TOOLS,
     ],
 )
 async def test_a_refusal_has_anthropics_shape_and_names_the_field(
@@ -307,6 +332,16 @@ async def test_a_refusal_has_anthropics_shape_and_names_the_field(
     assert answer["error"]["param"] == param.split()[0]
     assert answer["error"]["message"].startswith(param)
     assert headers["x-request-id"]
+
+
+@pytest.mark.parametrize(("change", "said"), OF_TOOLS)
+async def test_a_prompt_that_is_counted_is_refused_in_the_same_words(
+    served: Served, change: Any, said: str
+) -> None:
+    body = {name: value for name, value in BODY.items() if name != "max_tokens"} | change
+    status, _, answer = await served.post("/v1/messages/count_tokens", body)
+    assert (status, answer["error"]["param"]) == (400, said.split()[0]), answer
+    assert answer["error"]["message"].startswith(said)
 
 
 async def test_the_field_that_is_missing_must_be_given(served: Served) -> None:

@@ -15,7 +15,7 @@ from gateway.api.openai.base import Model
 from gateway.api.openai.body import Json
 from gateway.api.openai.field_errors import ITEM, PARTS, TEXT, validated
 from gateway.api.openai.field_types import AtMost, Number, Positive, Text, kind_of_content, text_of_refusal
-from gateway.api.openai.fields_of_chats import PASSED_ON, passed_on, renamed
+from gateway.api.openai.fields_of_chats import NAMES_OF_TOOLS, PASSED_ON, passed_on, renamed
 from gateway.api.openai.limits import MAX_ITEMS
 from gateway.api.openai.request import CONVERSATION_FIELDS, IGNORED_FIELDS, ParsedRequest, read_chat
 from gateway.api.openai.responses.tools import ToolsOfResponse, name_in_chat, read_tools
@@ -59,6 +59,7 @@ NAMES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
+    *NAMES_OF_TOOLS,
     ("messages", "input"),
 )
 """Beginnings of names of fields of a chat, with those of a response."""
