@@ -91,6 +91,10 @@ class AnswerReader:
         assert self._reason, "only what has ended has a reason"
         return reason_with_calls(self._reason, self._reader)
 
+    def has_call(self, call_id: str) -> bool:
+        """Return whether a call whose arguments have ended is one: it is complete."""
+        return self._reader is not None and self._reader.has_call(call_id)
+
     def deltas(self, piece: Piece) -> list[Json]:
         """Add a piece; return the deltas of the message. Raises the failure of a failed output."""
         self.output_tokens += len(piece.token_ids)

@@ -109,6 +109,10 @@ class MessageReader:
         """Return whether the output has a complete call."""
         return self._complete > 0
 
+    def has_call(self, call_id: str) -> bool:
+        """Return whether a call that was announced is part of the message: it did not break."""
+        return any(call.id == call_id for call in self._calls.values())
+
     def deltas(self, text: str, token_ids: Sequence[int], *, over: bool) -> list[Json]:
         """Add what the output grew by; return the deltas of the message. `over`: the output has ended."""
         return list(self._deltas(self._parts(text, token_ids, over=over), over=over))

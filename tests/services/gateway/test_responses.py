@@ -150,6 +150,41 @@ async def test_a_call_of_a_function(served: Served, client: openai.AsyncOpenAI, 
     assert item.call_id
 
 
+@pytest.mark.parametrize(
+    ("output", "end", "arguments"),
+    [
+        (CALL[:-4], Kind.KIND_LENGTH, '{"city": "Rom'),
+        (CALL[:-1] + ', "x": 1}', Kind.KIND_STOP, '{"city": "Rome"}'),
+    ],
+)
+async def test_a_call_that_breaks_in_a_stream_is_never_complete(
+    served: Served, client: openai.AsyncOpenAI, output: str, end: Any, arguments: str
+) -> None:
+    """Clients may run a call once its item is done; the answer without a stream has it as text alone."""
+    # The official client decodes the arguments of calls of such tools in the last event.
+    asked: Any = ASKED | {"tools": [TOOL | {"strict": True}]}
+    call = asyncio.create_task(client.responses.create(**asked))
+    await served.finished(output, end)
+    (shown,) = (await call).output
+    async with client.responses.stream(**asked) as stream:
+        await served.finished(output, end, 2)
+        events: list[Any] = [event async for event in stream]
+
+    assert "response.function_call_arguments.done" not in [event.type for event in events]
+    broken, text = (event.item for event in events if event.type == "response.output_item.done")
+    assert (broken.type, broken.status, broken.arguments) == ("function_call", "incomplete", arguments)
+    (last,) = events[-1].response.output
+    assert last.content[0].text == text.content[0].text == shown.content[0].text == output
+    assert last.status == text.status == shown.status
+
+
+async def test_a_complete_call_of_a_cut_answer_is_complete(served: Served) -> None:
+    call = asyncio.create_task(served.post("/v1/responses", ASKED | {"tools": [TOOL]}))
+    await served.finished(CALL, Kind.KIND_LENGTH)
+    _, _, answer = await call
+    assert (answer["status"], answer["output"][0]["status"]) == ("incomplete", "completed")
+
+
 async def test_a_conversation_with_calls(
     served: Served, client: openai.AsyncOpenAI, model: ModelFiles
 ) -> None:

@@ -101,15 +101,17 @@ class ResponsesReply(GrowingReply):
         item = self._open
         if item is None:
             return
+        if item["type"] == self.CALL:
+            status = "incomplete" if self._is_broken(item) else "completed"
         item["status"] = status
-        if item["type"] == "function_call":
-            yield self._item_event(
-                "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
-            )
-        else:
+        if item["type"] != self.CALL:
             (part,) = item["content"]
             yield self._text_event("done", text=part["text"])
             yield self._item_event("response.content_part.done", content_index=0, part=part)
+        elif status == "completed":
+            yield self._item_event(
+                "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
+            )
         yield self._event("response.output_item.done", output_index=len(self._blocks) - 1, item=item)
         self._open = None
 
@@ -134,7 +136,7 @@ class ResponsesReply(GrowingReply):
 
     def _whole(self) -> Json:
         status = self._status()
-        if self._blocks:
+        if self._blocks and self._blocks[-1]["type"] != self.CALL:
             self._blocks[-1]["status"] = status
         return self._response(status)
 
@@ -152,13 +154,17 @@ class ResponsesReply(GrowingReply):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self._answer.model,
-            "output": list(self._blocks),
+            "output": [block for block in self._blocks if not self._is_broken(block)],
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
             **self._repeated,
             "usage": None if status == "in_progress" else self._usage(),
         }
+
+    def _is_broken(self, block: Json) -> bool:
+        """Return whether a block is a call that broke after it was announced; its text follows."""
+        return block["type"] == self.CALL and not self._answer.has_call(block["call_id"])
 
     def _usage(self) -> Json:
         answer = self._answer
