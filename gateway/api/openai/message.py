@@ -199,8 +199,8 @@ class MessageReader:
                 case Done(index):
                     self._complete += index in self._calls
                 case Broken(index, text):
-                    self._calls.pop(index, None)
-                    yield self._text(text)
+                    if self._calls.pop(index, None) is not None:
+                        yield self._text(text)
 
     def _text(self, text: str) -> Json:
         self._content.append(text)

@@ -399,6 +399,21 @@ class TestAnAnswerMayHave:
         assert len(put_together(parts)["tool_calls"]) == 1
         assert put_together(parts)["content"] == ""
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_nothing_of_an_incomplete_call_where_more_are_not_wanted(
+        self, serve_template: Any, stream: bool
+    ) -> None:
+        served = await serve_template(QWEN)
+        output = f"<tool_call>{OSLO}</tool_call>\n<tool_call>{OSLO[:-9]}"
+        body = CHAT | {"parallel_tool_calls": False}
+        if stream:
+            message = put_together(await chunks(served, body, output, Kind.KIND_LENGTH))
+        else:
+            message = (await answer(served, body, output, Kind.KIND_LENGTH))["choices"][0]["message"]
+
+        assert len(message["tool_calls"]) == 1
+        assert not message["content"]
+
     async def test_one_call_where_the_template_refuses_more(self, serve_template: Any) -> None:
         served = await serve_template(LLAMA + "{# This model only supports single tool-calls at once! #}")
         (choice,) = (await answer(served, CHAT, f"{LLAMA_OSLO}; {LLAMA_OSLO}"))["choices"]
