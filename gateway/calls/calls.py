@@ -163,7 +163,7 @@ class Calls:
                 began=began,
                 states=states,
                 span=span,
-                shown_ids=self.model.markup_ids if reads_markup else frozenset(),
+                shown_ids=frozenset(self.model.markup.values()) if reads_markup else frozenset(),
             )
             with _ends_late(generation, by_field):
                 yield generation

@@ -10,9 +10,10 @@ from gateway.calls.bad_words import BadWords
 from gateway.calls.validation import SpeculationMode, prompt_too_long
 from gateway.model.files import ModelFiles
 from gateway.settings import GatewaySettings
-from laps_sd.contract.limits import MAX_BAD_WORD_TOKENS
+from laps_sd.contract.limits import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKENS
 from laps_sd.contract.prompt_blocks import NAME_BYTES
 from laps_sd.errors import InvalidArgument
+from laps_sd.service.text_parameters import skips_special_tokens
 from laps_sd.v1 import gateway_link_pb2, inference_pb2
 
 __all__ = ["body_hash", "complete"]
@@ -28,13 +29,14 @@ def complete(
     fallback_seed: int,
     capacity_tokens: int | None = None,
     bad_words: BadWords | None = None,
+    reads_markup: bool = False,
 ) -> gateway_link_pb2.Submit:
     """Return the submission of a checked request, with defaults filled in; the id is added with the shard.
 
     Raises InvalidArgument if the request does not fit the context. `bad_words`: shared by all submissions of a call.
     `capacity_tokens`: the most tokens of prompt and output for which the workers have room, if that is known; an
     output without a limit of its own is that much shorter. A prompt for which they have no room is refused by the
-    scheduler, or waits for a larger worker.
+    scheduler, or waits for a larger worker. `reads_markup`: see `Calls.generate`.
     """
     left = _context_left(request, len(prompt_ids), model)
     room = (capacity_tokens or 0) - len(prompt_ids)
@@ -42,6 +44,8 @@ def complete(
         request.sampling, min(left, room) if room > 0 else left, settings, model, fallback_seed
     )
     _set_bad_words(sampling, bad_words or BadWords(model))
+    if reads_markup:
+        _end_with_markup(sampling, model)
     adapter = model.adapter_of(request.model)
     submit = gateway_link_pb2.Submit(
         tenant=tenant,
@@ -138,6 +142,16 @@ def _filled_in(
     # Fields of a later release, which nothing here has checked.
     filled_in.DiscardUnknownFields()  # type: ignore[attr-defined]
     return filled_in
+
+
+def _end_with_markup(sampling: inference_pb2.SamplingParams, model: ModelFiles) -> None:
+    """Have the tokens of markup that are stop strings end the output: for a worker they have no text. Not
+    with `min_tokens`, which keeps tokens from being chosen and lets stop strings pass."""
+    if sampling.min_tokens or not skips_special_tokens(sampling):
+        return
+    ends = sampling.stop_token_ids
+    tokens = [model.markup[text] for text in sampling.stop if text in model.markup]
+    ends.extend([token for token in tokens if token not in ends][: MAX_STOP_TOKENS - len(ends)])
 
 
 def _set_bad_words(sampling: inference_pb2.SamplingParams, bad_words: BadWords) -> None:

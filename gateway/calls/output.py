@@ -98,6 +98,8 @@ class Output:
 
     def _ended(self, end: link_pb2.RequestEnd) -> inference_pb2.Ended:
         how = end_of_kind(end.kind) or End.ERROR
+        if how is End.STOP and self._text.stopped_by:
+            how = End.STOP_SEQUENCE  # a token of markup, see `complete`
         if how is End.DEADLINE:
             raise DeadlineExceeded(end.detail or "the deadline of the request passed")
         error = ""

@@ -72,6 +72,7 @@ class Submissions:
                 fallback_seed=secrets.randbits(64),
                 capacity_tokens=capacity_tokens,
                 bad_words=bad_words,
+                reads_markup=reads_markup,
             )
             if grammar is not None:
                 submit.specification.output_format.CopyFrom(grammar)

@@ -202,10 +202,13 @@ class Detokenizer:
         A stop string never appears unless it is to be included, even if the end message did not cut it. Incomplete
         characters at the very end have no text.
         """
-        end = max(0, len(self._held) - cut_characters)
-        self.stopped_by = self._stop_at(end)
-        self._held = self._held[:end]
-        return self._show(end if self._included else min(self._first_stop(), end))
+        held = self._held
+        end = max(0, len(held) - cut_characters)
+        self._held = held[:end]
+        if not self._included:
+            end = min(self._first_stop(), end)
+        self.stopped_by = self._stop_at(held, end)
+        return self._show(end)
 
     def _show(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
@@ -214,12 +217,14 @@ class Detokenizer:
         self._shown += count
         return text[known:]
 
-    def _stop_at(self, end: int) -> str:
+    def _stop_at(self, held: str, end: int) -> str:
         """Return the stop string that begins, or if it is included ends, where the held text is cut."""
         if self._included:
-            found = [stop for stop in self._stop if self._held.endswith(stop, 0, end)]
+            if end <= self._immune:
+                return ""
+            found = [stop for stop in self._stop if held.endswith(stop, 0, end)]
             return max(found, key=len, default="")
-        found = [stop for stop in self._stop if self._held.startswith(stop, end)]
+        found = [stop for stop in self._stop if held.startswith(stop, end)]
         return min(found, key=len, default="")
 
     def _first_stop(self) -> int:

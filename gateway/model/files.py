@@ -41,8 +41,8 @@ class ModelFiles:
     eos_ids: frozenset[int]
     silent_ids: frozenset[int]  # special tokens: they have no text
     token_bytes: TokenBytes
-    markup_ids: frozenset[int] = frozenset()
-    """Those of `silent_ids` that are markup of tool calls or reasoning."""
+    markup: Mapping[str, int] = field(default_factory=dict)
+    """Those of `silent_ids` that are markup of tool calls or reasoning, by their texts."""
     recommended: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters that the model's generation_config.json recommends."""
     aliases: Sequence[str] = ()
@@ -134,7 +134,7 @@ def load_model(
         eos_ids=eos_ids,
         silent_ids=silent_ids,
         token_bytes=TokenBytes(tokenizer),
-        markup_ids=silent_ids & {tokenizer.token_to_id(text) for text in markup},
+        markup={text: token for text in markup if (token := tokenizer.token_to_id(text)) in silent_ids},
         recommended=_recommended(directory / "generation_config.json", used=recommendations),
         aliases=aliases,
         adapters=adapters,

@@ -9,7 +9,7 @@ from gateway.links.client_stream import Accepted, Batch
 from gateway.model.files import ModelFiles
 from laps_sd.service.text_parameters import text_parameters
 from laps_sd.v1.gateway_link_pb2 import RequestEnd
-from laps_sd.v1.inference_pb2 import Cursor, SamplingParams, TokenLogprobs
+from laps_sd.v1.inference_pb2 import Cursor, FinishReason, SamplingParams, TokenLogprobs
 
 
 def text_of(model: ModelFiles, ids: list[int], **sampling: object) -> str:
@@ -38,6 +38,18 @@ def test_a_stop_token_has_text_if_it_is_to_be_included(model: ModelFiles) -> Non
     ids = model.encode_rendered("hello.")
     assert text_of(model, ids, stop_token_ids=ids[-1:]) == "hello"
     assert text_of(model, ids, stop_token_ids=ids[-1:], include_stop_str_in_output=True) == "hello."
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_an_end_token_after_a_stop_string_that_does_not_count_is_no_stop_string(
+    model: ModelFiles, included: bool
+) -> None:
+    ids = model.encode_rendered("hello<|end|>")
+    sampling = SamplingParams(min_tokens=len(ids) - 1, include_stop_str_in_output=included)
+    accepted = Accepted("s0.a", 3, 1, ("lo", "lot"), False, "tiny", text_parameters(sampling))
+    piece = Output(accepted, model).add(Batch(0, ids, [], RequestEnd(kind=RequestEnd.KIND_STOP)))
+    assert piece.end is not None
+    assert (piece.text, piece.end.finish_reason) == ("hello", FinishReason.FINISH_REASON_STOP)
 
 
 def test_a_client_that_continues_gets_what_is_after_its_cursor_wherever_batches_are_cut(

@@ -526,6 +526,46 @@ class TestReasoning:
         assert decoded["choices"][0]["message"]["reasoning_content"] == "hello"
         assert decoded["choices"][0]["message"]["content"] == "world"
 
+    @pytest.mark.parametrize(
+        "change",
+        [{}, {"include_stop_str_in_output": True}, {"stop": ["x", "[/THINK]"], "stop_token_ids": [7]}],
+    )
+    async def test_ends_the_output_with_a_marker_that_is_a_stop_string(
+        self, serve_template: Any, change: Any
+    ) -> None:
+        """Workers find stop strings in text, and a special token has none there."""
+        served = await serve_template("{{ messages[0].content }}{# [/THINK] #}", "[THINK]", "[/THINK]")
+        call = asyncio.create_task(
+            served.post("/v1/chat/completions", {"messages": [ASK], "stop": "[/THINK]"} | change)
+        )
+        _, submit = await submitted(served)
+        await served.finished("[THINK]hello[/THINK]")
+        (choice,) = (await call)[2]["choices"]
+
+        marker = served.running.model.tokenizer.token_to_id("[/THINK]")
+        assert list(submit.specification.sampling.stop_token_ids) == [
+            *change.get("stop_token_ids", ()),
+            marker,
+        ]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hello", "")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "[/THINK]")
+
+    @pytest.mark.parametrize(
+        "change", [{"min_tokens": 2}, {"skip_special_tokens": False}, {"stop": ["/THINK"]}]
+    )
+    async def test_ends_no_output_with_a_marker_where_a_worker_sees_it_or_another_rule_holds(
+        self, serve_template: Any, change: Any
+    ) -> None:
+        served = await serve_template("{{ messages[0].content }}{# [/THINK] #}", "[THINK]", "[/THINK]")
+        call = asyncio.create_task(
+            served.post("/v1/chat/completions", {"messages": [ASK], "stop": "[/THINK]"} | change)
+        )
+        _, submit = await submitted(served)
+        await served.finished("x")
+        await call
+
+        assert not submit.specification.sampling.stop_token_ids
+
     async def test_is_content_where_it_is_not_read(self, serve_template: Any) -> None:
         served = await serve_template(R1, parsers=("auto", "none"))
         decoded = await answer(served, {"messages": [ASK]}, "x</think>y")
