@@ -93,7 +93,7 @@ GPU_POOL: dict[str, Any] = {
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         "podAnnotations": {"a": "b"},
         "podLabels": {"team": "models"},
-        "autoscaling": {"keda": "on", "minReplicas": 0, "maxReplicas": 8, "authenticationRef": "keda"},
+        "autoscaling": {"keda": "on", "maxReplicas": 8, "authenticationRef": "keda"},
     },
 }
 EVERYTHING: dict[str, Any] = {

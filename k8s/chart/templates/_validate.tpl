@@ -117,6 +117,9 @@
 {{- if and $scaling.hpa (eq (int $scaling.minReplicas) 0) }}
 {{- fail (printf "autoscaling.minReplicas of %s is 0, and a HorizontalPodAutoscaler starts no first worker: give 1 or more, or use KEDA." .where) }}
 {{- end -}}
+{{- if and (ne $scaling.keda "off") (eq (int $scaling.minReplicas) 0) (gt (int .pool.shards) 1) }}
+{{- fail (printf "autoscaling.minReplicas of %s is 0, and it has %d shards: a shard without workers would get no request while another one has a worker, and so never start one again. Give 1 or more, or one shard." .where (int .pool.shards)) }}
+{{- end -}}
 {{- if and (or $scaling.hpa (ne $scaling.keda "off")) (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
 {{- fail (printf "autoscaling.minReplicas of %s must not be larger than maxReplicas." .where) }}
 {{- end -}}
