@@ -148,6 +148,22 @@ def test_a_claim_whose_class_is_no_longer_named_is_refused_too(upgrade: Any) -> 
     assert 'differ from those of the StatefulSet demo-laps-sd-redis ("4Gi", "fast")' in refusal
 
 
+def test_the_record_of_an_earlier_release_keeps_what_kubernetes_does_not_change(
+    helm3: Any, tmp_path: Path
+) -> None:
+    saved = tmp_path / "rendered.yaml"
+    ordered = {"spec": {"podManagementPolicy": "OrderedReady"}}
+    with ApiServer().serve_beside() as server:
+        server.run(lambda: server.add_rendered(helm3.render({})))
+        server.run(lambda: server.change("statefulsets", "demo-laps-sd-redis", ordered))
+        config = kubeconfig_of(server.url, tmp_path / "config")
+        with pytest.raises(Refused, match=RENDERED):
+            helm3.upgrade({}, kubeconfig=config, release="demo", save=saved)
+
+    record = find(objects(saved.read_text()), "StatefulSet", "redis")
+    assert record["spec"]["podManagementPolicy"] == "OrderedReady"
+
+
 @pytest.mark.parametrize(
     ("stored", "given"),
     [("4Gi", "4096Mi"), ("2560Mi", "2.5Gi"), ("2Ti", "2048Gi"), ("10G", "1e10"), ("2Pi", "2Pi")],
