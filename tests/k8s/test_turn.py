@@ -620,6 +620,28 @@ async def test_a_deployment_that_somebody_deleted_is_created_again(rested: Bench
     assert [reason for reason, _ in rested.events("Normal")] == ["Created", "Created"]
 
 
+async def test_a_template_that_kubernetes_refuses_stops_no_scaling(rested: Bench) -> None:
+    template = {"spec": {"nodeSelectr": {"a": "b"}}}
+    rested.server.change("speculativepools", "p", {"spec": {"template": template, "replicas": 3}})
+
+    await rested.turn()
+
+    assert rested.deployment["spec"]["replicas"] == 3
+    assert "nodeSelectr" in rested.status["problem"]
+    assert rested.condition["reason"] == "RefusedByKubernetes"
+
+
+async def test_a_template_that_somebody_else_writes_at_the_same_time_ends_the_turn(rested: Bench) -> None:
+    """The other actions were decided from what is out of date now."""
+    rested.server.change("speculativepools", "p", {"spec": {"drainSeconds": 90, "replicas": 3}})
+    rested.server.refusals["deployments", "patch"] = Refusal(409, "the object has been modified")
+    rested.server.calls.clear()
+
+    await rested.turn()
+
+    assert rested.writes().count("deployments") == 1
+
+
 async def test_a_scale_set_by_hand_becomes_the_pools_and_is_told(rested: Bench) -> None:
     rested.server.change("deployments", "p", {"spec": {"replicas": 3}})
 

@@ -125,8 +125,13 @@ class Turns:
         return bool(reconcile(seen)) or not self.drift.is_compared(found.pool, found.deployment)
 
     async def _act(self, pool: Object, deployment: Object | None, seen: Seen) -> Seen:
-        """Execute the next actions; return what was seen, a change by others included."""
+        """Execute the next actions; return what was seen, a change by others included.
+
+        A template that Kubernetes refuses does not stop the other actions, which do not depend on it: it is
+        raised after them.
+        """
         changed = ""
+        refused: ApiException | None = None
         if deployment is not None and seen.up_to_date and self._may_act():
             changed = await self.drift.find(self._kubernetes, pool, deployment)
             seen = dataclasses.replace(seen, up_to_date=not changed)
@@ -134,12 +139,20 @@ class Turns:
             if not self._may_act():
                 break
             self._logger.info("acts", action=str(action), **({"because": changed} if changed else {}))
-            await carry_out(action, pool, deployment, self._kubernetes, self._tls)
+            try:
+                await carry_out(action, pool, deployment, self._kubernetes, self._tls)
+            except ApiException as error:
+                if not isinstance(action, Update) or not refusal_of(error):
+                    raise
+                refused = error
+                continue
             if changed and isinstance(action, Update):
                 self.drift.mended()
                 await self.events.acted(pool, "Mended", f"{changed}; the pool's template is back")
             else:
                 await self.events.acted(pool, *described_action(action))
+        if refused is not None:
+            raise refused
         return seen
 
     def _refused(self, error: ApiException) -> Problem | None:
