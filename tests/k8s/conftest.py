@@ -75,8 +75,8 @@ ISSUER = {"mode": "certManager", "issuer": {"name": "ours", "kind": "ClusterIssu
 GPU_POOL: dict[str, Any] = {
     "name": "llama",
     "model": "llama-3.1-8b",
-    "target": {"repo": "meta-llama/Llama-3.1-8B-Instruct", "revision": "main"},
-    "draft": {"repo": "meta-llama/Llama-3.2-1B-Instruct"},
+    "target": {"repo": "meta-llama/Llama-3.1-8B-Instruct", "revision": "a" * 40},
+    "draft": {"repo": "meta-llama/Llama-3.2-1B-Instruct", "revision": "b" * 40},
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
     "huggingFaceTokenSecret": "hub",
     "contextTokens": 16384,
@@ -196,11 +196,10 @@ def additions() -> dict[str, Any]:
         "podAnnotations": {"a": "b"},
         "priorityClassName": "serving",
     }
-    pool = GPU_POOL | {"target": {"repo": "x/y", "revision": "1"}, "draft": {"repo": "x/z", "revision": "2"}}
     return {
         "pools": [
             {"name": "demo", "model": "laps-sd-demo", "hosts": ["demo.example.com"]},
-            pool
+            GPU_POOL
             | {
                 "download": "job",
                 "hosts": ["a.example.com", "b.example.com"],

@@ -172,7 +172,7 @@ def test_a_job_fills_the_claim_and_nothing_else_reaches_the_hub(rendered: Any) -
         if any({"port": 443} in rule["ports"] for rule in policy["spec"]["egress"]) and name != "operator"
     ]
 
-    assert revisions == ["1", "2"]
+    assert revisions == ["a" * 40, "b" * 40]
     assert spec["volumes"][-1] == {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
     assert len(waiting) == 2
     assert all(names == ["first", "await-models"] for names in waiting.values())
@@ -200,7 +200,7 @@ def test_a_pod_that_is_deleted_before_it_has_its_models_ends_at_once(
     "change",
     [
         {},
-        {"pools": [{"target": {"repo": "x/y", "revision": "3"}}]},
+        {"pools": [{"target": {"repo": "x/y", "revision": "c" * 40}}]},
         {"pools": [{"huggingFaceTokenSecret": "another"}]},
         {"pools": [{"huggingFaceEndpoint": "https://hub.internal"}]},
         {"pools": [{"modelVolume": {"persistentVolumeClaim": {"claimName": "another"}}}]},
@@ -216,11 +216,7 @@ def test_a_pod_that_is_deleted_before_it_has_its_models_ends_at_once(
 )
 def test_a_job_with_another_pod_has_another_name(helm3: Any, change: Any) -> None:
     """Kubernetes refuses to change the pod of a Job, and Helm would stop in the middle of an upgrade."""
-    pool = GPU_POOL | {
-        "target": {"repo": "x/y", "revision": "1"},
-        "draft": {"repo": "x/z", "revision": "2"},
-        "download": "job",
-    }
+    pool = GPU_POOL | {"download": "job"}
 
     def job(values: Any) -> tuple[str, Any]:
         pools = [pool | one for one in values.get("pools", [{}])]

@@ -45,12 +45,16 @@ def test_the_values_use_all_gpus_of_a_worker(helm3: Any, name: str) -> None:
     (container,) = worker["spec"]["template"]["spec"]["containers"]
     environment = {one["name"]: one.get("value", "") for one in container["env"]}
     given = environment["LAPS_SD_VLLM_ARGS"]
+    target, draft = (
+        f"/models/{one['repo'].replace('/', '--')}-{one['revision']}"
+        for one in (pool["target"], pool["draft"])
+    )
 
     assert environment["LAPS_SD_DTYPE"] == "bfloat16", "the default is float32"
-    assert environment["LAPS_SD_TARGET"] == f"/models/{pool['target']['repo'].replace('/', '--')}"
+    assert environment["LAPS_SD_TARGET"] == target
     gpus = pool["workers"]["resources"]["limits"]["nvidia.com/gpu"]
     assert f'"tensor_parallel_size":{gpus}}}' in given
-    assert f'"model":"/models/{pool["draft"]["repo"].replace("/", "--")}"' in given
+    assert f'"model":"{draft}"' in given
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.36"])

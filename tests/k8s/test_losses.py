@@ -188,9 +188,9 @@ def test_a_name_that_would_be_cut_off_is_refused(upgrade: Any) -> None:
     [
         pytest.param(
             gpu_pool(),
-            gpu_pool(target={"revision": "v2"}),
-            "LAPS_SD_TARGET from /models/meta-llama--Llama-3.1-8B-Instruct-main"
-            " to /models/meta-llama--Llama-3.1-8B-Instruct-v2",
+            gpu_pool(target={"revision": "c" * 40}),
+            f"LAPS_SD_TARGET from /models/meta-llama--Llama-3.1-8B-Instruct-{'a' * 40}"
+            f" to /models/meta-llama--Llama-3.1-8B-Instruct-{'c' * 40}",
             id="another revision of the target",
         ),
         pytest.param(

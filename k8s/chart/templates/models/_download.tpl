@@ -142,15 +142,18 @@ spec:
 
 {{/* Refusals. Arguments: root, pool, where. */}}
 {{- define "laps-sd.validateDownload" -}}
-{{- if eq .pool.download "job" -}}
 {{- $some := false -}}
+{{- $endsWithPod := or (hasKey .pool.modelVolume "emptyDir") (hasKey .pool.modelVolume "ephemeral") -}}
 {{- range $role := list "target" "draft" -}}
 {{- $model := get $.pool $role -}}
 {{- if $model.repo -}}
 {{- $some = true -}}
-{{- if not $model.revision }}{{ fail (printf "download of %s is job, and %s has no revision: name the commit, so that all pods have the same files and a new one gets a folder of its own." $.where $role) }}{{ end -}}
+{{- if not (or $endsWithPod (regexMatch "^[0-9a-f]{40}$" ($model.revision | default ""))) }}
+{{- fail (printf "%s.revision of %s must be a commit (40 hexadecimal digits), since modelVolume outlives its pods: of a branch or a tag, part of a download counts as the whole while the Hub cannot be reached, and its files may change under running workers. This prints the newest one: hf models info %s --expand sha" $role $.where $model.repo) }}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if eq .pool.download "job" -}}
 {{- if not $some }}{{ fail (printf "download of %s is job, and neither target nor draft has a repo to download." .where) }}{{ end -}}
 {{- if not .pool.modelVolume.persistentVolumeClaim }}{{ fail (printf "download of %s is job, which fills a claim that all pods mount: give modelVolume.persistentVolumeClaim." .where) }}{{ end -}}
 {{- end -}}
