@@ -173,6 +173,7 @@ def test_a_job_fills_the_claim_and_nothing_else_reaches_the_hub(rendered: Any) -
     ]
 
     assert revisions == ["a" * 40, "b" * 40]
+    assert job["spec"]["backoffLimit"] == 2**31 - 1, "it never gives up: pods wait for it without end"
     assert spec["volumes"][-1] == {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
     assert len(waiting) == 2
     assert all(names == ["first", "await-models"] for names in waiting.values())
