@@ -392,6 +392,26 @@ class TestReports:
         assert told is not None
         assert ("requeued", "its worker was ahead of the record") in [(x.what, x.detail) for x in told.story]
 
+    def test_many_that_it_does_not_know_are_dropped_without_comparing_each_to_the_others(self) -> None:
+        compared: list[str] = []
+
+        class CountedId(str):
+            __slots__ = ()
+            __hash__ = str.__hash__
+
+            def __eq__(self, other: object) -> bool:
+                compared.append(self)
+                return str.__eq__(self, other)
+
+        ids = [CountedId(f"lost-{number}") for number in range(2000)]
+        held = tuple(Held(request_id, 3, Residency.NONE) for request_id in (*ids, *ids[:10]))
+        commands = core().step(0.0, [WorkerUp(W, held)])
+        comparisons = len(compared)
+        assert [one for one in commands if isinstance(one, Drop)] == [
+            Drop("w", tuple((str(request_id), 3) for request_id in ids))
+        ]
+        assert comparisons < 10 * len(ids)
+
     @pytest.mark.parametrize("end", [None, End.STOP])
     def test_a_worker_that_passes_the_limit_of_the_output_is_cut_there(self, end: End | None) -> None:
         scheduler = core()

@@ -24,7 +24,8 @@ class Ledger:
         self._shard = shard
         self._ranker = ranker
         self._record: list[Command] = []
-        self._drops: dict[str, list[tuple[str, int]]] = {}
+        self._drops: dict[str, dict[tuple[str, int], None]] = {}
+        """What each worker must forget, in order, each once."""
 
     def write(self, command: Commit | Finish) -> None:
         """Add a transition of the record that changes no lease."""
@@ -38,9 +39,7 @@ class Ledger:
 
     def drop(self, worker_id: str, request_id: str, lease_epoch: int) -> None:
         """Make a worker forget a request, whatever the core knows of either."""
-        drops = self._drops.setdefault(worker_id, [])
-        if (request_id, lease_epoch) not in drops:
-            drops.append((request_id, lease_epoch))
+        self._drops.setdefault(worker_id, {})[request_id, lease_epoch] = None
 
     def take_off(self, request: Request) -> None:
         """Make its worker forget a listed request, which the shard then moves or forgets."""
