@@ -70,8 +70,10 @@ class _Stream:
             self.silent = True
         except LapsSdError:
             raise
-        except Exception as error:
+        except (grpc.RpcError, grpc.aio.BaseError, OSError) as error:
             log.debug("stream broken", reason=repr(error))
+        except Exception as error:
+            log.exception("stream broken by a fault of this scheduler", reason=repr(error))
 
     async def _read(self, take: Callable[[Any], Awaitable[None]]) -> None:
         while True:

@@ -13,6 +13,8 @@ from laps_sd.v1.inference_pb2 import SamplingParams
 MAX_NAME_LENGTH = 256
 MAX_HELD = 100_000
 MAX_SLOTS = 65_536
+MIN_CONTEXT = 2
+"""Tokens of the shortest request: one of its prompt and one of its output."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_DIGEST_BYTES = 64
 MAX_TIME_MS = limits.TEN_YEARS_S * 1000
@@ -194,9 +196,12 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
     _bounded("fingerprint", hello.fingerprint)
     _bounded("device", hello.device)
     _bounded_bytes("vocabulary", hello.vocabulary)
-    for name in ("slots", "target_blocks", "block_size", "max_length"):
-        if getattr(hello, name) < 1:
-            raise InvalidArgument(name, "must be at least 1")
+    for name, least in (("slots", 1), ("target_blocks", 1), ("block_size", 1), ("max_length", MIN_CONTEXT)):
+        if getattr(hello, name) < least:
+            raise InvalidArgument(name, f"must be at least {least}")
+    _check_pool("target_blocks", hello.target_blocks, hello)
+    if hello.draft_blocks:
+        _check_pool("draft_blocks", hello.draft_blocks, hello)
     if hello.slots > MAX_SLOTS:
         raise InvalidArgument("slots", f"must be at most {MAX_SLOTS}, got {hello.slots}")
     if len(hello.held) > MAX_HELD:
@@ -204,3 +209,14 @@ def check_hello(hello: worker_pb.WorkerHello) -> None:
     most = prompt_blocks.most_cached(hello.target_blocks, hello.block_size)
     if problem := prompt_blocks.problem_of(hello.cached_blocks, most):
         raise InvalidArgument("cached_blocks", problem)
+
+
+def _check_pool(name: str, blocks: int, hello: worker_pb.WorkerHello) -> None:
+    """Refuse a KV pool that could not hold the shortest context, and the longest draft in addition."""
+    tokens, least = blocks * hello.block_size, hello.max_draft_tokens + MIN_CONTEXT
+    if tokens < least:
+        raise InvalidArgument(
+            name,
+            f"must hold at least {least} tokens, max_draft_tokens ({hello.max_draft_tokens}) and {MIN_CONTEXT}: "
+            f"{blocks} of {hello.block_size} tokens hold {tokens}",
+        )

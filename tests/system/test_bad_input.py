@@ -264,7 +264,8 @@ async def hostile_worker(address: str, seed: int, ids: list[str], messages: int)
         hello.pool, hello.fingerprint, hello.worker_name = "demo", "fake", hello.worker_id
         hello.slots, hello.target_blocks = rng.choice((1, 8, 65_536)), rng.choice((1, 2**32 - 1))
         hello.block_size = rng.choice((1, 16, 2**32 - 1))
-    hello.max_length = 1
+        hello.draft_blocks, hello.max_draft_tokens = hello.target_blocks, rng.choice((0, 4))
+    hello.max_length = 2
     async with grpc.aio.insecure_channel(address) as channel:
         peer = LinkPeer(channel, WORKER_LINK, worker_pb.WorkerLinkReply)
         await peer.send(worker_pb.WorkerMessage(hello=hello).SerializeToString())

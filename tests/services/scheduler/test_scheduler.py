@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -513,6 +513,53 @@ async def test_a_worker_that_does_not_fit_is_refused_with_a_reason(
 
         assert refused.reason == reason
         assert refused.detail
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"target_blocks": 1}, "target_blocks must hold at least 8 tokens, max_draft_tokens (6) and 2"),
+        ({"draft_blocks": 1}, "draft_blocks must hold at least 8 tokens, max_draft_tokens (6) and 2"),
+        ({"max_length": 1}, "max_length must be at least 2"),
+    ],
+    ids=["target", "draft", "length"],
+)
+async def test_a_worker_that_could_hold_no_request_is_refused_and_gateways_keep_their_streams(
+    scheduler: SchedulerUnderTest, fields: dict[str, int], said: str
+) -> None:
+    async with gateway(scheduler.address) as client:
+        async with worker(scheduler.address, block_size=4, max_draft_tokens=6, **fields) as gpu:
+            refused = await gpu.next("refused")
+            assert refused.reason == worker_pb.WorkerRefused.REASON_CAPACITY
+            assert said in refused.detail
+        assert (await client.submit("r1")).HasField("accepted")
+
+    async with worker(scheduler.address, block_size=4, max_draft_tokens=6, target_blocks=2) as gpu:
+        await gpu.next("hello")
+
+
+def ended(lines: Sequence[Mapping[str, object]], gateways: int) -> bool:
+    return [line["event"] for line in lines].count("gateway stream ended") == gateways
+
+
+async def test_a_fault_of_the_scheduler_that_ends_a_stream_is_an_error_in_the_log(
+    scheduler: SchedulerUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(**_: object) -> None:
+        raise ValueError("Value out of range: -2")
+
+    with structlog.testing.capture_logs() as lines:
+        async with gateway(scheduler.address, "leaves by itself") as client:
+            await client.next("hello")
+        await wait_until_async(lambda: ended(lines, 1), description="the stream ends")
+        monkeypatch.setattr(scheduler.leadership.loop, "load", broken)
+        async with gateway(scheduler.address, "is cut") as client:
+            await client.wait_ended()
+        await wait_until_async(lambda: ended(lines, 2), description="the other stream ends")
+
+    [error] = [line for line in lines if line["log_level"] == "error"]
+    assert error["event"] == "stream broken by a fault of this scheduler"
+    assert "Value out of range: -2" in error["reason"]
 
 
 async def test_two_model_pairs_in_one_pool_are_refused(scheduler: SchedulerUnderTest) -> None:
