@@ -85,8 +85,10 @@ class Live:
     started_s: float | None = None
     first_token_s: float | None = None
     cached_prompt_tokens: int = 0
-    logprobs: dict[int, replies.TokenLogprobs] = field(default_factory=dict)
-    """Logprobs by position, if requested, as workers reported them. Not on the record."""
+    logprobs: dict[int, bytes] = field(default_factory=dict)
+    """Logprobs by position, if requested, as workers reported them. Not on the record. Serialized, since a part of a
+    worker's message keeps all of that message in memory, with the reports of other requests.
+    """
     prompt_logprobs: replies.PromptLogprobs | None = None
     """Logprobs of the prompt, if requested, as a worker reported them with the first token. On the record before that
     token is."""
@@ -147,10 +149,10 @@ class Live:
             return
         for at, one in enumerate(logprobs, position):
             if at < self.facts.max_tokens and reports.alternatives(one) <= most:
-                self.logprobs[at] = one
+                self.logprobs[at] = one.SerializeToString()
 
-    def logprobs_of(self, first: int, count: int) -> list[replies.TokenLogprobs]:
-        """Return the logprobs of committed tokens, for a request with logprobs."""
+    def logprobs_of(self, first: int, count: int) -> list[bytes]:
+        """Return the serialized logprobs of committed tokens, for a request with logprobs."""
         return [self.logprobs.get(at, replies.UNKNOWN_LOGPROBS) for at in range(first, first + count)]
 
     def record_prompt_logprobs(self, found: replies.PromptLogprobs | None) -> bytes:
@@ -162,8 +164,9 @@ class Live:
             return b""
         if not reports.are_whole(found, self.facts.prompt_tokens, most):
             return b""
-        self.prompt_logprobs = found
-        return found.SerializeToString()
+        packed = found.SerializeToString()
+        self.prompt_logprobs = replies.PromptLogprobs.FromString(packed)  # no part of the worker's message
+        return packed
 
     def takes(self, progress: Progress, worker_id: str) -> bool:
         """Return whether reported tokens continue it, so that they can be written before the core has them."""

@@ -28,11 +28,11 @@ RequestEnd = gateway_pb.RequestEnd
 SubmitRefused = gateway_pb.SubmitRefused
 ShardLoad = gateway_pb.ShardLoad
 TokenLogprobs = pb.TokenLogprobs
-"""Logprobs of one token, passed on unread."""
+"""Logprobs of one token."""
 PromptLogprobs = pb.PromptLogprobs
 """Logprobs of the tokens of a prompt, passed on unread."""
 
-UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True)
+UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True).SerializeToString()
 MAX_COUNT = 2**32 - 1
 """Largest value of a counter on the wire."""
 MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
@@ -142,20 +142,20 @@ class Deliveries:
         attachment_id: str,
         first_token: int,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
+        logprobs: Sequence[bytes],
         end: RequestEnd | None,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """Add the next tokens of an attachment and, if they are known, the end of its request and, with the first
-        token, the logprobs of its prompt.
+        token, the logprobs of its prompt. `logprobs`: those of the tokens, serialized.
         """
         delivery = self._deliveries.add()
         delivery.request_id = request_id
         delivery.first_token = first_token
         delivery.token_ids.extend(token_ids)
         delivery.attachment_id = attachment_id
-        if logprobs:
-            delivery.logprobs.extend(logprobs)
+        for one in logprobs:
+            delivery.logprobs.add().MergeFromString(one)
         if end is not None:
             delivery.end.CopyFrom(end)
         if prompt_logprobs is not None:

@@ -8,7 +8,7 @@ from laps_sd.contract.ends import End
 from laps_sd.service import wire
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import worker_link_pb2 as worker_pb
-from laps_sd.v1.inference_pb2 import TokenLogprob, TokenLogprobs
+from laps_sd.v1.inference_pb2 import PromptLogprobs, TokenLogprob, TokenLogprobs
 from scheduler_svc.leader.live import Attachment, Live, from_submission
 from scheduler_svc.leader.sessions import MAX_ANSWERS, GatewaySession, WorkerSession
 from scheduler_svc.wire.requests import accepted
@@ -16,8 +16,9 @@ from tests.services.scheduler.peers import all_deliveries
 from tests.store.kit import a_request
 
 
-def attached(session: GatewaySession) -> Live:
-    request = a_request("r1", submission=gateway_pb.Specification(request_id="r1").SerializeToString())
+def attached(session: GatewaySession, **settings: int) -> Live:
+    specification = gateway_pb.Specification(request_id="r1", **settings)
+    request = a_request("r1", submission=specification.SerializeToString())
     live = from_submission(request, accepted(request, 1))
     attachment = Attachment("a1", session, live, 0)
     live.attachments["a1"] = session.attachments["a1"] = attachment
@@ -122,6 +123,29 @@ def test_deliveries_with_many_probabilities_are_cut_into_messages_that_a_gateway
                 tokens += delivery.token_ids
                 ends += delivery.HasField("end")
     assert (tokens, ends) == (list(range(20_000)), 1)
+
+
+def test_kept_logprobs_are_no_part_of_the_message_of_the_worker() -> None:
+    """That message may have the reports of a hundred other requests. A part of it would keep all of it in memory."""
+    session = GatewaySession("g1")
+    live = attached(session, logprobs=1, prompt_logprobs=0)
+    report = worker_pb.RequestProgress(
+        logprobs=[TokenLogprobs(logprob=-1.0, top=[TokenLogprob(token_id=7, logprob=-1.0)])],
+        prompt_logprobs=PromptLogprobs(logprobs=[-2.0, -2.5], ranks=[3, 4]),
+    )
+    live.record_logprobs(0, report.logprobs)
+    live.record_prompt_logprobs(report.prompt_logprobs)
+    report.logprobs[0].logprob = -9.0
+    report.prompt_logprobs.ranks[0] = 9
+    live.append(0, (10, 11), now_s=1.0)
+    session.mark_dirty(live.attachments["a1"])
+
+    [reply] = session.take()
+    [delivery] = all_deliveries(reply)
+
+    kept = TokenLogprobs(logprob=-1.0, top=[TokenLogprob(token_id=7, logprob=-1.0)])
+    assert list(delivery.logprobs) == [kept, TokenLogprobs(unknown=True)]
+    assert delivery.prompt_logprobs == PromptLogprobs(logprobs=[-2.0, -2.5], ranks=[3, 4])
 
 
 def test_an_order_to_drop_an_older_lease_leaves_the_newer_one() -> None:
