@@ -301,12 +301,20 @@ class Live:
             pair=self.pair,
         )
 
-    def leased(self, lease_epoch: int, *, now_s: float, incarnation: str) -> requests.LeasedSpecification:
-        """Return what a worker needs to continue after the committed tokens under this lease, and what it
-        keeps for a scheduler that needs it, if the record (its `incarnation`) is lost.
+    @property
+    def specification_tokens(self) -> int:
+        """Return the size of its specification for a worker, in token ids."""
+        return self.facts.prompt_tokens + len(self.committed) + self.request.settings_tokens
+
+    def specify(
+        self, message: requests.LeasedSpecification, lease_epoch: int, *, now_s: float, incarnation: str
+    ) -> None:
+        """Write into an empty message what a worker needs to continue after the committed tokens under this lease, and
+        what it keeps for a scheduler that needs it, if the record (its `incarnation`) is lost.
         """
-        return requests.leased(
+        requests.specify(
             self.request,
+            message,
             lease_epoch=lease_epoch,
             committed=self.committed,
             traceparent=self.trace.run(lease_epoch).traceparent if self.trace is not None else None,

@@ -618,8 +618,7 @@ class Loop:
         return batch, answers
 
     def _specify(self, session: WorkerSession, live: Live, lease_epoch: int, now_s: float) -> None:
-        leased = live.leased(lease_epoch, now_s=now_s, incarnation=self.store.incarnation or "")
-        session.specify(live.request_id, lease_epoch, leased)
+        session.specify(live, lease_epoch, now_s=now_s, incarnation=self.store.incarnation or "")
 
     def _assign(self, command: Assign, refused: set[str], now_s: float) -> None:
         entry = self.roster.workers.get(command.worker_id)

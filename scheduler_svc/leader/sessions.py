@@ -1,8 +1,8 @@
 """Content to be sent on each stream, as state rather than as a queue.
 
 A session holds the *newest* state for its peer, so a slow peer costs no memory: an assignment replaces the
-one before, an acknowledgement the smaller one, and an attachment is only a position in tokens that the
-working copy (or the record) holds anyway.
+one before, an acknowledgement the smaller one, an attachment is only a position in tokens that the
+working copy (or the record) holds anyway, and a specification is built when it is sent.
 
 The loop writes to a session, the stream's handler takes from it; both on one event loop, so no lock.
 """
@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from laps_sd.contract.length_probe import LearntProbe
 from laps_sd.service.leader_link import COLUMNS_VERSION, PROTOCOL_VERSIONS
 from scheduler_svc.core.commands import AssignEntry
-from scheduler_svc.leader.live import Attachment
+from scheduler_svc.leader.live import Attachment, Live
 from scheduler_svc.wire import replies, reports
 from scheduler_svc.wire.replies import GatewayReply, WorkerReply
-from scheduler_svc.wire.requests import LeasedSpecification
 
 MAX_TOKENS_PER_MESSAGE = 65_536
-"""Token ids in one message of deliveries."""
+"""Token ids in one message of deliveries or of specifications, unless one specification has more: the event loop does
+nothing else while the message is built, which takes some milliseconds.
+"""
 TOKENS_PER_ALTERNATIVE = 4
 """Size of a token's probability on the wire, in token ids."""
 TOKENS_PER_PROMPT_LOGPROB = 3
@@ -62,6 +63,16 @@ class _Session:
         self.wake.set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A specification that is not sent. It is built when it is, with the tokens that are committed then."""
+
+    live: Live
+    lease_epoch: int
+    now_s: float
+    incarnation: str
+
+
 @dataclass(eq=False)
 class WorkerSession(_Session):
     """One connected worker process."""
@@ -71,7 +82,7 @@ class WorkerSession(_Session):
     device: str
     known: dict[str, int] = field(default_factory=dict)
     """Specifications the worker has: request id → lease epoch it has it under."""
-    _specifications: dict[str, LeasedSpecification] = field(default_factory=dict)
+    _specifications: dict[str, _Unsent] = field(default_factory=dict)
     _drops: dict[str, int] = field(default_factory=dict)
     _list: Sequence[AssignEntry] | None = None
     """Newest list, if it is not sent."""
@@ -102,8 +113,8 @@ class WorkerSession(_Session):
         """Send the order to drop these requests, at this lease epoch or an older one."""
         for request_id, lease_epoch in requests:
             self._drops[request_id] = max(lease_epoch, self._drops.get(request_id, 0))
-            pending = self._specifications.get(request_id)
-            if pending is not None and pending.lease_epoch <= lease_epoch:
+            unsent = self._specifications.get(request_id)
+            if unsent is not None and unsent.lease_epoch <= lease_epoch:
                 del self._specifications[request_id]
             if self.known.get(request_id, -1) <= lease_epoch:
                 self.known.pop(request_id, None)
@@ -111,11 +122,27 @@ class WorkerSession(_Session):
             self.room.clear()
         self.wake.set()
 
-    def specify(self, request_id: str, lease_epoch: int, leased: LeasedSpecification) -> None:
-        """Send the specification before the next assignment."""
-        self.known[request_id] = lease_epoch
-        self._specifications[request_id] = leased
+    def specify(self, live: Live, lease_epoch: int, *, now_s: float, incarnation: str) -> None:
+        """Send the specification of a request under this lease before the next assignment."""
+        self.known[live.request_id] = lease_epoch
+        self._specifications[live.request_id] = _Unsent(live, lease_epoch, now_s, incarnation)
         self.wake.set()
+
+    def _specified(self) -> WorkerReply:
+        """Return the message with the specifications that come next."""
+        reply = WorkerReply()
+        message = reply.specifications.specifications
+        room = MAX_TOKENS_PER_MESSAGE
+        for request_id, unsent in list(self._specifications.items()):
+            size = unsent.live.specification_tokens
+            if message and size > room:
+                break
+            room -= size
+            del self._specifications[request_id]
+            unsent.live.specify(
+                message.add(), unsent.lease_epoch, now_s=unsent.now_s, incarnation=unsent.incarnation
+            )
+        return reply
 
     def assign(self, entries: Sequence[AssignEntry]) -> None:
         """Replace the worker's list."""
@@ -153,8 +180,8 @@ class WorkerSession(_Session):
         self.wake.set()
 
     def take(self) -> list[WorkerReply]:
-        """Return the messages to send now, in the order that a worker needs: drops, specifications,
-        assignment, the rest.
+        """Return the messages to send now, in the order that a worker needs: drops, one message of
+        specifications, the assignment if these were the last, the rest. Call again until it is empty.
         """
         self.wake.clear()
         self.room.set()
@@ -162,9 +189,11 @@ class WorkerSession(_Session):
         if self._drops:
             due.append(replies.drops(self._drops))
             self._drops = {}
-        due.extend(replies.specifications(self._specifications.values()))
-        self._specifications = {}
-        if self._list is not None:
+        if self._specifications:
+            due.append(self._specified())
+        if self._specifications:
+            self.wake.set()
+        elif self._list is not None:
             due.append(self._assigned(self._list))
             self._list = None
         if self._acknowledging is not None and (due or self._drained or self._acknowledgement_due):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from laps_sd.contract.acceptance import mean_acceptance_length
 from laps_sd.contract.ends import End
@@ -35,10 +35,6 @@ PromptLogprobs = pb.PromptLogprobs
 UNKNOWN_LOGPROBS = pb.TokenLogprobs(unknown=True).SerializeToString()
 MAX_COUNT = 2**32 - 1
 """Largest value of a counter on the wire."""
-MAX_BYTES_PER_MESSAGE = 2 * 1024 * 1024
-"""Bytes of specifications in one message, which stays well below the limit of the peer: an output format may
-be larger than its prompt.
-"""
 
 
 class Refusal(enum.Enum):
@@ -251,22 +247,6 @@ def drops(epochs: Mapping[str, int]) -> WorkerReply:
         for request_id, epoch in epochs.items()
     ]
     return WorkerReply(drop=worker_pb.DropRequests(requests=requests))
-
-
-def specifications(leased: Iterable[worker_pb.LeasedSpecification]) -> Iterator[WorkerReply]:
-    """Yield the specifications in messages of at most `MAX_BYTES_PER_MESSAGE`."""
-    reply = WorkerReply()
-    chunk, room = reply.specifications.specifications, MAX_BYTES_PER_MESSAGE
-    for one in leased:
-        size = one.ByteSize()
-        if chunk and size > room:
-            yield reply
-            reply = WorkerReply()
-            chunk, room = reply.specifications.specifications, MAX_BYTES_PER_MESSAGE
-        chunk.append(one)
-        room -= size
-    if chunk:
-        yield reply
 
 
 def assignment(

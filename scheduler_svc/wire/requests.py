@@ -24,6 +24,9 @@ Specification = gateway_pb.Specification
 LeasedSpecification = worker_pb.LeasedSpecification
 """Message with the specification that goes to a worker."""
 
+BYTES_PER_TOKEN: Final = 3
+"""Size of a token id on the wire."""
+
 
 def new_request(submission: Submission, arrival_unix_ms: int) -> NewRequest:
     """Return a checked submission as the record takes it."""
@@ -109,6 +112,11 @@ class AcceptedRequest:
         """Return the settings as the record keeps them."""
         return self.settings.SerializeToString(deterministic=True)
 
+    @property
+    def settings_tokens(self) -> int:
+        """Return the size of its settings on the wire, in token ids: an output format may be larger than the prompt."""
+        return self.settings.ByteSize() // BYTES_PER_TOKEN
+
     def specify(self, specification: Specification) -> None:
         """Write prompt and settings into an empty message."""
         specification.CopyFrom(self.settings)
@@ -191,25 +199,25 @@ def _ms_from(now_s: float, moment_s: float | None) -> int | None:
     return None if moment_s is None else max(0, round((moment_s - now_s) * 1000))
 
 
-def leased(
+def specify(
     request: AcceptedRequest,
+    message: LeasedSpecification,
     *,
     lease_epoch: int,
     committed: Iterable[int],
     traceparent: str | None,
     origin: bytes,
-) -> LeasedSpecification:
-    """Return what a worker needs to continue after the committed tokens under this lease, and what it keeps
-    for a scheduler that needs it. `traceparent`: the span of the lease; None where no trace is recorded.
+) -> None:
+    """Write into an empty message what a worker needs to continue after the committed tokens under this lease, and what
+    it keeps for a scheduler that needs it. `traceparent`: the span of the lease; None where no trace is recorded.
     """
-    message = worker_pb.LeasedSpecification(lease_epoch=lease_epoch)
+    message.lease_epoch = lease_epoch
     specification = message.specification
     request.specify(specification)
     specification.committed_ids.extend(committed)
     specification.origin = origin
     if traceparent is not None:
         specification.traceparent = traceparent
-    return message
 
 
 def origin(

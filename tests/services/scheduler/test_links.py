@@ -18,7 +18,7 @@ from tests.store.kit import a_request
 
 def attached(session: GatewaySession, **settings: int) -> Live:
     specification = gateway_pb.Specification(request_id="r1", **settings)
-    request = a_request("r1", submission=specification.SerializeToString())
+    request = a_request("r1", body_hash="", submission=specification.SerializeToString())
     live = from_submission(request, accepted(request, 1))
     attachment = Attachment("a1", session, live, 0)
     live.attachments["a1"] = session.attachments["a1"] = attachment
@@ -150,7 +150,7 @@ def test_kept_logprobs_are_no_part_of_the_message_of_the_worker() -> None:
 
 def test_an_order_to_drop_an_older_lease_leaves_the_newer_one() -> None:
     session = WorkerSession("w1", "w1", "none")
-    session.specify("r1", 2, worker_pb.LeasedSpecification(lease_epoch=2))
+    session.specify(attached(GatewaySession("g1")), 2, now_s=1.0, incarnation="")
     session.drop((("r1", 1),))
 
     _, specified = session.take()

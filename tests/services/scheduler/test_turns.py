@@ -142,13 +142,13 @@ class Leader:
         await self.turn(self.submits(request_id, **more))
         await self.turn()
 
-    def submits(self, request_id: str, **more: Any) -> FromGateway:
+    def submits(self, request_id: str, *, prompt: Sequence[int] = (1, 2, 3), **more: Any) -> FromGateway:
         submit = gateway_pb.Submit(
             submission_id=1,
             request_id=request_id,
             tenant="t",
             specification=gateway_pb.Specification(
-                request_id=request_id, prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=64, top_p=1.0)
+                request_id=request_id, prompt_ids=prompt, sampling=SamplingParams(max_tokens=64, top_p=1.0)
             ),
             attachment_id=f"{request_id}-client",
             model="m",
@@ -674,6 +674,46 @@ async def test_a_request_is_on_no_list_before_the_record_has_its_lease(leader: L
     stored = await leader.store.read("r")
     assert stored is not None
     assert worker.specifications["r"].lease_epoch == stored.lease_epoch
+
+
+async def test_many_long_prompts_are_built_one_message_at_a_time_before_the_list_that_needs_them(
+    leader: Leader,
+) -> None:
+    """All at once take longer than the lease lasts: the leader stands still meanwhile, and is deposed."""
+    names = [f"r{number}" for number in range(20)]
+    prompt = range(8_000)
+    await leader.turn(*(leader.submits(name, prompt=prompt) for name in names))
+    one = leader.workers[0]
+    await leader.loop._turn(
+        [one.opens(slots=len(names), target_blocks=50_000, draft_blocks=50_000, max_length=8_192)]
+    )
+    await leader.loop._turn(())
+
+    sent: list[list[str]] = []
+    while one.session.wake.is_set():
+        kinds = []
+        for reply in one.session.take():
+            kinds.append(reply.WhichOneof("message"))
+            specifications = [leased.specification for leased in reply.specifications.specifications]
+            assert sum(len(specification.prompt_ids) for specification in specifications) <= 65_536
+            if specifications:
+                sent.append([specification.request_id for specification in specifications])
+        assert kinds.count("specifications") <= 1
+        assert ("assignment" in kinds) == (sum(map(len, sent)) == len(names))
+    assert [len(together) for together in sent] == [8, 8, 4]
+    assert sorted(name for together in sent for name in together) == sorted(names)
+
+
+async def test_a_specification_has_what_is_committed_when_it_is_sent(leader: Leader) -> None:
+    """A worker that lacks it after a reconnection may have reported tokens that are on the record since."""
+    one = leader.workers[0]
+    await leader.turn(one.opens())
+    await leader.submit("r1")
+    missing = worker_pb.WorkerMessage(missing=worker_pb.SpecificationsMissing(request_ids=["r1"]))
+    await leader.loop._turn([FromWorker(one.session, missing)])
+    await leader.turn(one.reports(one.progress("r1", 0, 10, 11)))
+
+    assert list(one.specifications["r1"].specification.committed_ids) == [10, 11]
 
 
 async def test_tokens_that_the_record_refused_are_taken_when_they_are_generated_again(
