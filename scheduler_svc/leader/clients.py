@@ -41,6 +41,7 @@ T = TypeVar("T")
 Admissible = tuple[GatewaySession, Submission, NewRequest]
 """A checked submission, and the request as the record takes it."""
 
+NO_ROOM = (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL)
 CANCEL_AGAIN_S = 0.25
 """Seconds after which a cancel is tried again whose request may still be restored."""
 STILL_COMING_S = 1.0
@@ -285,7 +286,11 @@ class Clients:
         except StoreUnavailable:
             self._working_copy.restoring -= added
             raise
-        self._working_copy.restoring -= submitted
+        # One that the record had no room for, and that was brought back before, is tried again at its time.
+        full = {
+            new.request_id for new, result in zip(requests, results, strict=True) if result.status in NO_ROOM
+        }
+        self._working_copy.restoring -= added | (submitted - full)
         return results
 
     async def _write_as_leader(self, write: Callable[[], Awaitable[T]]) -> T:
@@ -437,7 +442,7 @@ class Clients:
         again: list[Restored] = []
         older: list[Restored] = []
         for restored, result in zip(some, results, strict=True):
-            if result.status in (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL):
+            if result.status in NO_ROOM:
                 again.append(restored)
             elif (
                 result.status is not SubmitStatus.ACCEPTED

@@ -967,6 +967,28 @@ async def test_what_workers_bring_back_waits_for_room(leader: Leader) -> None:
         assert await leader.recorded(led) == (7,)
 
 
+@pytest.mark.parametrize(
+    "limit", [{"max_requests": 1}, {"max_requests_per_tenant": 1}], ids=["queue", "tenant"]
+)
+async def test_what_a_worker_brings_back_waits_for_room_though_its_gateway_tries_in_vain_too(
+    leader: Leader, limit: dict[str, int]
+) -> None:
+    """The client goes away before there is room: then only the worker's copy is left."""
+    leader.store._limits = Limits(**limit)
+    await leader.turn(leader.submits("new"))
+    await leader.turn(leader.workers[0].opens(held=[held_by_a_worker("r", [7], "an earlier record")]))
+    leader.answers.clear()
+    await leader.turn(leader.submits("r", restores=True, shown_ids=[7]))
+    assert [answer.WhichOneof("result") for answer in leader.answers] == ["refused"]
+
+    await leader.cancel("new")
+    leader.now_s += RETRY_STORE_MS / 1000
+    await leader.turn()
+
+    assert await leader.recorded("r") == (7,)
+    assert list(leader.loop.working_copy.live) == ["r"]
+
+
 async def test_a_record_that_does_not_answer_is_tried_once_a_turn_for_what_workers_bring_back(
     leader: Leader,
 ) -> None:
