@@ -22,6 +22,9 @@ TOGETHER_S = 1.5
 """Grace of a silent worker. Workers that fell silent together, as with their machine, are noticed within the
 interval of their heartbeats (1 s unless set): by then none of them gets the requests of the first."""
 
+MOST_ORDERED = 1000
+"""Orders to leave that are kept for workers that may come back, the newest ones; each process has another id."""
+
 
 @dataclass(eq=False)
 class WorkerEntry:
@@ -35,8 +38,6 @@ class WorkerEntry:
     """
     timer: Timer | None = None
     """Watchdog while the worker has a session; end of its grace period while it has none."""
-    drains: bool = False
-    """Whether an operator has ordered it to leave."""
     drained: bool = False
     """Whether it was notified that it holds nothing any more, so that it leaves."""
     last_report_s: float = 0.0
@@ -60,6 +61,8 @@ class Roster:
         """
         self.vocabulary = b""
         """Digest of the tokens of that pair's ids; empty: unknown."""
+        self._ordered_to_leave: dict[str, None] = {}
+        """Ids of workers that an operator has ordered to leave, the newest one last."""
         self._settings = settings
         self._timers = timers
 
@@ -122,7 +125,7 @@ class Roster:
         turn.events.append(WorkerUp(hello.facts, hello.held, hello.cached_blocks))
         if hello.draining:
             turn.events.append(WorkerDraining(worker_id))
-        elif entry.drains:
+        elif worker_id in self._ordered_to_leave:
             self.drain(turn, worker_id)
         self._watch(entry, turn.now_s)
         log.info("worker up", worker_id=worker_id, slots=hello.facts.slots, held=len(hello.held))
@@ -143,14 +146,15 @@ class Roster:
 
     def drain(self, turn: Turn, worker_id: str) -> None:
         """Drain a worker for an operator: it receives the order to leave, and gets no new work. One without a stream
-        receives it when it comes back.
+        receives it when it comes back to this leader.
         """
-        entry = self.workers.get(worker_id)
-        if entry is not None:
-            entry.drains = True
-            if entry.session is not None:
-                entry.session.drain()
-                turn.events.append(WorkerDraining(worker_id))
+        self._ordered_to_leave[worker_id] = None
+        if len(self._ordered_to_leave) > MOST_ORDERED:
+            del self._ordered_to_leave[next(iter(self._ordered_to_leave))]
+        session = self.session(worker_id)
+        if session is not None:
+            session.drain()
+            turn.events.append(WorkerDraining(worker_id))
 
     def drained(self, worker_id: str) -> None:
         """Notify a draining worker that it holds nothing any more."""

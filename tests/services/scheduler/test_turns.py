@@ -26,7 +26,7 @@ from scheduler_svc.leader.outage import Outage
 from scheduler_svc.leader.probes import Probes
 from scheduler_svc.leader.queue_limits import RETRY_STORE_MS
 from scheduler_svc.leader.repair import WRITE_BACK_TOGETHER
-from scheduler_svc.leader.roster import TOGETHER_S
+from scheduler_svc.leader.roster import MOST_ORDERED, TOGETHER_S
 from scheduler_svc.leader.sessions import GatewaySession, WorkerSession
 from scheduler_svc.leader.tracing import RequestTraces
 from scheduler_svc.leader.turn import (
@@ -949,6 +949,30 @@ async def test_a_retry_takes_no_key_from_a_request_that_is_being_restored(leader
 
     assert [answer.accepted.request_id for answer in leader.answers] == ["r"]
     assert list(leader.loop.working_copy.live) == ["r"]
+
+
+async def test_an_order_to_leave_outlives_the_grace_of_a_worker_that_is_away(leader: Leader) -> None:
+    first, again = leader.workers[0], Worker("w1")
+    await leader.turn(first.opens())
+    await leader.turn(WorkerClosed(first.session, silent=False))
+    await leader.turn(DrainOrdered("w1"))
+    leader.now_s += leader.loop.settings.worker_grace_s
+    await leader.turn()
+    assert "w1" not in leader.loop.roster.workers, "its grace is over"
+
+    leader.workers[0] = again
+    await leader.loop._turn([again.opens()])
+
+    assert any(reply.HasField("drain") for reply in again.session.take())
+
+
+async def test_the_orders_to_leave_that_are_kept_have_a_bound(leader: Leader) -> None:
+    for number in range(MOST_ORDERED + 10):
+        gone = Worker(f"gone {number}")
+        await leader.loop._turn(
+            [gone.opens(), DrainOrdered(gone.worker_id), WorkerClosed(gone.session, silent=False)]
+        )
+    assert len(leader.loop.roster._ordered_to_leave) == MOST_ORDERED
 
 
 async def test_what_workers_bring_back_waits_for_room(leader: Leader) -> None:
