@@ -30,6 +30,7 @@ from laps_sd.service.log import get_logger
 from laps_sd.v1 import gateway_link_pb2 as gateway_pb
 from laps_sd.v1 import gateway_link_pb2_grpc, worker_link_pb2_grpc
 from laps_sd.v1 import worker_link_pb2 as worker_pb
+from scheduler_svc import metrics
 from scheduler_svc.leader.leadership import Leadership
 from scheduler_svc.leader.loop import Loop
 from scheduler_svc.leader.queue_limits import RETRY_STORE_MS
@@ -167,6 +168,7 @@ class GatewayLink(gateway_link_pb2_grpc.GatewayLinkServicer):
             if kind == "submit" and loop.outage.refuses(restores=message.submit.restores):
                 refused = replies.refused(Refusal.STORE_UNAVAILABLE, STORE_DOWN_DETAIL, RETRY_STORE_MS)
                 session.reply(replies.submission_refused(message.submit.submission_id, refused))
+                metrics.SUBMISSIONS.labels("refused").inc()
             elif kind not in ("heartbeat", None):
                 loop.put(FromGateway(session, message))
                 await loop.room.wait()

@@ -1187,9 +1187,11 @@ async def test_while_the_record_is_away_nothing_is_shown_and_afterwards_everythi
             loop = scheduler.leadership.loop
             assert loop is not None
             await wait_until_async(lambda: loop.outage.stuck, description="the scheduler has noticed")
+            counted = value("laps_sd_scheduler_submissions_total", {"outcome": "refused"})
             refused = await client.submit("r2", submission_id=2)
 
             assert refused.refused.reason == Refused.REASON_STORE_UNAVAILABLE
+            assert value("laps_sd_scheduler_submissions_total", {"outcome": "refused"}) == counted + 1
             assert not any(m.WhichOneof("message") == "deliveries" for m in client.heard)
         finally:
             os.kill(valkey.pid, signal.SIGCONT)
