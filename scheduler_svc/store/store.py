@@ -112,7 +112,7 @@ class Store:
             password_file=password_file,
             sentinel_user=sentinel_user,
         )
-        self.transport = Transport(servers, timeout_s=timeout_s, wait_replicas=wait_replicas)
+        self.transport = Transport(servers, self.keys, timeout_s=timeout_s, wait_replicas=wait_replicas)
         self._lease = LeadershipLease(self.transport, self.keys, monotonic)
         self.claims = Claims(self.transport, self.keys, self.finished_ttl_ms)
         self.reader = Reader(self.transport, self.keys)

@@ -20,6 +20,7 @@ from redis.asyncio.connection import BlockingConnectionPool
 from scheduler_svc.store import scripts
 from scheduler_svc.store.codec import Argument
 from scheduler_svc.store.errors import Fault, Fenced, StoreError, StoreUnavailable
+from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.redis_url import Address
 from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.servers import Servers, moved_to, reply_of
@@ -43,7 +44,7 @@ last four it has one from release 8 on.
 class Transport:
     """Sends the calls and reads of one process to the server of its shard."""
 
-    def __init__(self, servers: Servers, *, timeout_s: float, wait_replicas: int) -> None:
+    def __init__(self, servers: Servers, keys: Keys, *, timeout_s: float, wait_replicas: int) -> None:
         """`timeout_s` bounds each exchange, connecting included. `wait_replicas`: what a leader writes counts
         only once this number of replicas has it.
         """
@@ -51,6 +52,9 @@ class Transport:
         self.timeout_s = timeout_s
         self._servers = servers
         self._wait_replicas = wait_replicas
+        # WAIT waits for the last write of its own connection. What was written on another one, and answers
+        # here that it is there, needs a write after it. This one changes no value, on a full server too.
+        self._touch = _packed("PEXPIRE", keys.incarnation(), SHARD_TTL_S * 1000)
         # The run id of the server that holds all that this leader wrote; None while this process does not lead.
         self._trusted: str | None = None
 
@@ -223,7 +227,7 @@ class Transport:
         expected = len(packed)
         if leading and self._wait_replicas:
             wait_ms = max(1, int(self.timeout_s * 1000 / 2))
-            packed = [*packed, _packed("WAIT", self._wait_replicas, wait_ms)]
+            packed = [*packed, self._touch, _packed("WAIT", self._wait_replicas, wait_ms)]
         async with self.exchange():
             connection = await pool.get_connection()
             try:
@@ -237,8 +241,8 @@ class Transport:
                     # right server.
                     await connection.disconnect(nowait=True)
                 if len(packed) > expected:
-                    self._check_replicas(replies.pop())
-                return replies
+                    self._check_replicas(*replies[expected:])
+                return replies[:expected]
             except (Fenced, StoreUnavailable):
                 raise
             except BaseException:
@@ -248,9 +252,10 @@ class Transport:
             finally:
                 await asyncio.shield(pool.release(connection))
 
-    def _check_replicas(self, reached: Any) -> None:
-        if isinstance(reached, Exception):
-            raise _translated(reached)
+    def _check_replicas(self, touched: Any, reached: Any) -> None:
+        for reply in (touched, reached):
+            if isinstance(reply, Exception) and not moved_to(reply):
+                raise _translated(reply)
         if reached < self._wait_replicas:
             raise StoreUnavailable(
                 f"only {reached} of {self._wait_replicas} required replicas have the write", Fault.OTHER

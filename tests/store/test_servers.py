@@ -389,8 +389,9 @@ class TestAReplicaThatIsPromoted:
 
         await asyncio.gather(*(accept(store, a_request(request_id)) for request_id in REQUESTS))
 
+    @pytest.mark.parametrize("again_on", ["the same connection", "another connection"])
     async def test_lacks_nothing_that_was_waited_for(
-        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open
+        self, pair: tuple[EmbeddedServer, EmbeddedServer], open_store: Open, again_on: str
     ) -> None:
         primary, replica = pair
         await in_step(replica)
@@ -404,6 +405,8 @@ class TestAReplicaThatIsPromoted:
         for _ in range(2):  # nothing new is written the second time, and the replica still lacks it
             with pytest.raises(StoreUnavailable, match="only 0 of 1 required replicas have the write"):
                 await batch.execute()
+            if again_on == "another connection":
+                await store.transport.client.connection_pool.disconnect()
         os.kill(replica.pid, signal.SIGCONT)
 
         async def executed() -> bool:
