@@ -41,7 +41,8 @@ T = TypeVar("T")
 Admissible = tuple[GatewaySession, Submission, NewRequest]
 """A checked submission, and the request as the record takes it."""
 
-NO_ROOM = (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL)
+NOT_NOW = (SubmitStatus.QUEUE_FULL, SubmitStatus.TENANT_FULL, SubmitStatus.UNCLAIMED)
+"""Answers after which a request that is brought back is tried again."""
 CANCEL_AGAIN_S = 0.25
 """Seconds after which a cancel is tried again whose request may still be restored."""
 STILL_COMING_S = 1.0
@@ -286,11 +287,11 @@ class Clients:
         except StoreUnavailable:
             self._working_copy.restoring -= added
             raise
-        # One that the record had no room for, and that was brought back before, is tried again at its time.
-        full = {
-            new.request_id for new, result in zip(requests, results, strict=True) if result.status in NO_ROOM
+        # One that the record did not take now, and that was brought back before, is tried again at its time.
+        later = {
+            new.request_id for new, result in zip(requests, results, strict=True) if result.status in NOT_NOW
         }
-        self._working_copy.restoring -= added | (submitted - full)
+        self._working_copy.restoring -= added | (submitted - later)
         return results
 
     async def _write_as_leader(self, write: Callable[[], Awaitable[T]]) -> T:
@@ -350,6 +351,11 @@ class Clients:
             case SubmitStatus.ELSEWHERE:
                 detail = f"shard {result.shard} decides about the idempotency key"
                 _refuse(session, submission, Refusal.KEY_ELSEWHERE, detail, shard=result.shard)
+            case SubmitStatus.UNCLAIMED:
+                if shown is not None and new.request_id not in self._working_copy.live:
+                    self._restore_later(turn, Restored("gateway", submission, new, shown))
+                detail = f"the idempotency key cannot be claimed now: {result.error}"
+                _refuse(session, submission, Refusal.STORE_UNAVAILABLE, detail, RETRY_STORE_MS)
             case SubmitStatus.TENANT_FULL:
                 _send_refusal(session, submission, self._limits.tenant_full(new.tenant, turn.now_s))
 
@@ -432,8 +438,9 @@ class Clients:
                 return
 
     async def _try_restore(self, turn: Turn, some: Sequence[Restored]) -> list[Restored]:
-        """Return those that have to be tried again: the queue has no room, or an earlier attempt is on the
-        record, older than other requests, and goes first. Raises Fenced, StoreUnavailable.
+        """Return those that have to be tried again: the queue has no room, the key cannot be claimed now, or
+        an earlier attempt is on the record, older than other requests, and goes first. Raises Fenced,
+        StoreUnavailable.
         """
         results = await self._submit(
             [restored.new for restored in some],
@@ -442,7 +449,7 @@ class Clients:
         again: list[Restored] = []
         older: list[Restored] = []
         for restored, result in zip(some, results, strict=True):
-            if result.status in NO_ROOM:
+            if result.status in NOT_NOW:
                 again.append(restored)
             elif (
                 result.status is not SubmitStatus.ACCEPTED

@@ -5,11 +5,10 @@ each request.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Sequence
 
 from scheduler_svc.store import scripts
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import StoreError, StoreUnavailable
 from scheduler_svc.store.keys import CLAIM_SLACK_S, CLAIM_TTL_S, Keys
 from scheduler_svc.store.records import NewRequest
 from scheduler_svc.store.scripts import Call
@@ -31,24 +30,34 @@ class Claims:
         """
         # Claims of requests that have ended; their expiry is set by the next `settle`.
         self._ended: set[str] = set()
+        # Requests whose claims could not be written again; the next `settle` tries.
+        self._unclaimed: list[NewRequest] = []
 
-    async def claim(self, requests: Sequence[NewRequest]) -> list[str]:
-        """Return the shard that decides, for each request; this one for a request without an idempotency key.
-        A key that another shard has taken stays with it: after the record was emptied too, when a leader claims
-        the keys of its requests again.
+    async def claim(self, requests: Sequence[NewRequest]) -> list[str | StoreError]:
+        """Return the shard that decides, for each request; this one for a request without an idempotency key,
+        and the error where the cluster's node with the claim does not answer. Raises StoreUnavailable.
+
+        A key that another shard has taken stays with it: after the record was emptied too, when a leader
+        claims the keys of its requests again.
         """
         shard, ttl_ms = self._keys.shard, CLAIM_TTL_S * 1000
         claims = [self._keys.claim(self.key_of(request)) for request in requests]
-        replies = iter(
-            await self._transport.run_anywhere(
-                [
-                    Call(scripts.CLAIM, [claim], [shard, request.request_id, ttl_ms])
-                    for request, claim in zip(requests, claims, strict=True)
-                    if claim is not None
-                ]
-            )
+        replies = await self._transport.run_anywhere(
+            [
+                Call(scripts.CLAIM, [claim], [shard, request.request_id, ttl_ms])
+                for request, claim in zip(requests, claims, strict=True)
+                if claim is not None
+            ]
         )
-        return [shard if claim is None else next(replies)[0].decode() for claim in claims]
+        deciding = (reply if isinstance(reply, StoreError) else reply[0].decode() for reply in replies)
+        return [shard if claim is None else next(deciding) for claim in claims]
+
+    async def claim_again(self, requests: Sequence[NewRequest]) -> None:
+        """Claim the keys of requests that are on the record; those of a node that does not answer, later."""
+        decides = await self.claim(requests)
+        self._unclaimed += [
+            request for request, owner in zip(requests, decides, strict=True) if isinstance(owner, StoreError)
+        ]
 
     async def release(self, entries: Iterable[tuple[str, str]]) -> None:
         """Release the claims of requests that are not on the record, so that another shard may take the key.
@@ -66,15 +75,21 @@ class Claims:
 
     async def settle(self) -> None:
         """Let the claims of ended requests expire soon after them. Call about once a second; raises
-        StoreUnavailable.
+        StoreUnavailable. What a node does not answer is left for the next time.
         """
-        while self._ended:
-            some = list(itertools.islice(self._ended, scripts.MAX_ENTRIES))
-            ttl_ms = self._finished_ttl_ms + CLAIM_SLACK_S * 1000
-            await self._transport.run_anywhere(
+        unclaimed = self._unclaimed[: scripts.MAX_ENTRIES]
+        await self.claim_again([request for request in unclaimed if request.request_id in self.expires_with])
+        del self._unclaimed[: len(unclaimed)]
+        ended = list(self._ended)
+        ttl_ms = self._finished_ttl_ms + CLAIM_SLACK_S * 1000
+        for start in range(0, len(ended), scripts.MAX_ENTRIES):
+            some = ended[start : start + scripts.MAX_ENTRIES]
+            replies = await self._transport.run_anywhere(
                 [Call(scripts.UNCLAIM, [claim], [self._keys.shard, "", ttl_ms]) for claim in some]
             )
-            self._ended.difference_update(some)
+            self._ended.difference_update(
+                claim for claim, reply in zip(some, replies, strict=True) if not isinstance(reply, StoreError)
+            )
 
     def key_of(self, request: NewRequest) -> str:
         """Return the key that expires with the request: its idempotency key, or without one its own, which

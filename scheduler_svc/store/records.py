@@ -170,6 +170,10 @@ class SubmitStatus(enum.Enum):
     """Neither the request nor its idempotency key is known, and it was not to be accepted."""
     ELSEWHERE = "elsewhere"
     """Another shard decides about the idempotency key."""
+    UNCLAIMED = "unclaimed"
+    """It is not known which shard decides: the cluster's node with the claim did not answer. Nothing was
+    submitted.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,8 @@ class SubmitResult:
     """0 when nothing was accepted or attached to."""
     shard: str = ""
     """For ELSEWHERE: the other shard."""
+    error: str = ""
+    """For UNCLAIMED."""
 
 
 class TransitionStatus(enum.Enum):

@@ -26,7 +26,7 @@ from scheduler_svc.store import scripts
 from scheduler_svc.store.claims import Claims
 from scheduler_svc.store.clock import RecordClock
 from scheduler_svc.store.codec import Argument, new_fields, pack_ids
-from scheduler_svc.store.errors import RecordBehind, StoreUnavailable
+from scheduler_svc.store.errors import RecordBehind, StoreError, StoreUnavailable
 from scheduler_svc.store.keys import SHARD_TTL_S, Keys
 from scheduler_svc.store.leadership import LeadershipLease
 from scheduler_svc.store.log import EMPTY
@@ -85,7 +85,7 @@ class Store:
 
         `timeout_s` bounds each exchange with the server, connecting included. `clock` gives Unix seconds that
         never step: the time of this machine. `monotonic` gives seconds: how long a standby has waited for the
-        last leader.
+        last leader, and how long ago a node of the cluster did not answer.
         """
         self.keys = Keys(shard)
         self._limits = limits or Limits()
@@ -112,7 +112,9 @@ class Store:
             password_file=password_file,
             sentinel_user=sentinel_user,
         )
-        self.transport = Transport(servers, self.keys, timeout_s=timeout_s, wait_replicas=wait_replicas)
+        self.transport = Transport(
+            servers, self.keys, timeout_s=timeout_s, wait_replicas=wait_replicas, monotonic=monotonic
+        )
         self._lease = LeadershipLease(self.transport, self.keys, monotonic)
         self.claims = Claims(self.transport, self.keys, self.finished_ttl_ms)
         self.reader = Reader(self.transport, self.keys)
@@ -121,7 +123,7 @@ class Store:
         self.run, self.ping, self.close = self.transport.run, self.transport.ping, self.transport.close
         self.distrust = self.transport.distrust
         self.leader, self.patience_s = self._lease.leader, self._lease.patience_s
-        self.claim_again, self.settle_claims = self.claims.claim, self.claims.settle
+        self.claim_again, self.settle_claims = self.claims.claim_again, self.claims.settle
         self.unfinished_ids, self.reached = self.reader.unfinished_ids, self.reader.reached
         self.count_unfinished, self.last_sequence = self.reader.count_unfinished, self.reader.last_sequence
         self.load_priors, self.load_probes = self.reader.load_priors, self.reader.load_probes
@@ -282,7 +284,7 @@ class Store:
         decides = await self.claims.claim(requests)
         # A request that was accepted once stays accepted, even if another shard has taken its key since.
         own = [
-            request.request_id in shown or owner == self.keys.shard
+            isinstance(owner, str) and (request.request_id in shown or owner == self.keys.shard)
             for request, owner in zip(requests, decides, strict=True)
         ]
         calls = self._submit_calls([entry for entry, mine in zip(entries, own, strict=True) if mine])
@@ -290,6 +292,9 @@ class Store:
         results = []
         refused: list[tuple[str, str]] = []
         for request, mine, owner in zip(requests, own, decides, strict=True):
+            if isinstance(owner, StoreError):
+                results.append(SubmitResult(SubmitStatus.UNCLAIMED, request.request_id, 0, error=str(owner)))
+                continue
             if not mine:
                 results.append(SubmitResult(SubmitStatus.ELSEWHERE, request.request_id, 0, owner))
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import redis.asyncio as redis_client
@@ -17,6 +17,7 @@ from hiredis import pack_command
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import BlockingConnectionPool
 
+from laps_sd.service.log import get_logger
 from scheduler_svc.store import scripts
 from scheduler_svc.store.codec import Argument
 from scheduler_svc.store.errors import Fault, Fenced, StoreError, StoreUnavailable
@@ -25,6 +26,12 @@ from scheduler_svc.store.redis_url import Address
 from scheduler_svc.store.scripts import Call
 from scheduler_svc.store.servers import Servers, moved_to, reply_of
 
+log = get_logger(__name__)
+
+AWAY_S = 10.0
+"""Seconds for which another node of the cluster that did not answer is not tried again: no turn of a leader
+waits for it twice in that time. Our choice.
+"""
 _NO_SERVER = "-"
 """A run id that no server has."""
 _FAULTS = {
@@ -44,9 +51,17 @@ last four it has one from release 8 on.
 class Transport:
     """Sends the calls and reads of one process to the server of its shard."""
 
-    def __init__(self, servers: Servers, keys: Keys, *, timeout_s: float, wait_replicas: int) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        keys: Keys,
+        *,
+        timeout_s: float,
+        wait_replicas: int,
+        monotonic: Callable[[], float],
+    ) -> None:
         """`timeout_s` bounds each exchange, connecting included. `wait_replicas`: what a leader writes counts
-        only once this number of replicas has it.
+        only once this number of replicas has it. `monotonic` gives seconds.
         """
         self.client = redis_client.Redis(connection_pool=servers.pool)
         self.timeout_s = timeout_s
@@ -57,6 +72,9 @@ class Transport:
         self._touch = _packed("PEXPIRE", keys.incarnation(), SHARD_TTL_S * 1000)
         # The run id of the server that holds all that this leader wrote; None while this process does not lead.
         self._trusted: str | None = None
+        self._monotonic = monotonic
+        # Other nodes of the cluster that did not answer: when they are tried again, and the error.
+        self._away: dict[Address, tuple[float, StoreError]] = {}
 
     async def close(self) -> None:
         """Close the connections. Leadership, if held, expires by itself; `resign` first to hand it over at
@@ -185,7 +203,7 @@ class Transport:
 
     async def run_anywhere(self, calls: Sequence[Call]) -> list[Any]:
         """Run calls that each have one key in a slot of its own: in a cluster, on the nodes that the cluster
-        names.
+        names. What another node than the shard's does not carry out has its error in place of an answer.
         """
         replies = await self._replies(calls, self._servers.pool)
         moved: dict[Address, list[int]] = {}
@@ -193,12 +211,34 @@ class Transport:
             address = moved_to(reply)
             if address is not None:
                 moved.setdefault(address, []).append(number)
-        for address, numbers in moved.items():
-            there = await self._replies([calls[number] for number in numbers], self._servers.at(address))
-            for number, reply in zip(numbers, there, strict=True):
-                replies[number] = reply
-        _raise_errors(replies)
+        _raise_errors([reply for reply in replies if not moved_to(reply)])
+        there = [
+            self._elsewhere([calls[number] for number in numbers], address)
+            for address, numbers in moved.items()
+        ]
+        for numbers, answers in zip(moved.values(), await asyncio.gather(*there), strict=True):
+            for number, answer in zip(numbers, answers, strict=True):
+                replies[number] = answer
         return replies
+
+    async def _elsewhere(self, calls: Sequence[Call], address: Address) -> list[Any]:
+        """Return the answers of another node of the cluster, errors included. For `AWAY_S` after it did not
+        answer, nothing waits for it again.
+        """
+        until_s, error = self._away.get(address, (0.0, StoreError()))
+        if self._monotonic() < until_s:
+            return [error] * len(calls)
+        try:
+            replies = await self._replies(calls, self._servers.at(address))
+        except StoreError as failure:
+            self._away[address] = self._monotonic() + AWAY_S, failure
+            log.warning(
+                "a node of the record's cluster does not answer: idempotency keys that it has are refused",
+                address=f"{address[0]}:{address[1]}",
+                error=str(failure),
+            )
+            return [failure] * len(calls)
+        return [_translated(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
     async def _replies(
         self, calls: Sequence[Call], pool: BlockingConnectionPool, *, leading: bool = False

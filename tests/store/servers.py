@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import redis.asyncio as redis_client
 from redis.crc import key_slot
 
 from scheduler_svc.store.embedded import EmbeddedServer, packaged_binary
+from scheduler_svc.store.keys import Keys
 from tests.helpers import free_port, wait_until_async
 
 SLOTS = 16384
@@ -71,6 +74,33 @@ def shard_at(node: int, prefix: str = "shard") -> str:
         for shard in (f"{prefix}-{n}" for n in range(1000))
         if key_slot(f"laps-sd:{{{shard}}}:leader".encode()) * 3 // SLOTS == node
     )
+
+
+def key_claimed_at(node: int, prefix: str, tenant: str = "acme") -> str:
+    """Return an idempotency key whose claim is on that node of the cluster."""
+    keys = Keys("any")
+    return next(
+        key
+        for key in (f"{prefix}-{n}" for n in range(1000))
+        if key_slot((keys.claim(keys.idempotency(tenant, key)) or "").encode()) * 3 // SLOTS == node
+    )
+
+
+async def take_no_node_for_dead(servers: list[EmbeddedServer]) -> None:
+    """Let the nodes of a cluster name one that does not answer for as long as a test lasts."""
+    for server in servers:
+        await ask(server, "CONFIG", "SET", "cluster-node-timeout", 600_000)
+
+
+@contextlib.contextmanager
+def stopped(server: EmbeddedServer) -> Iterator[None]:
+    """Have the server not answer."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,12 @@ from redis.crc import key_slot
 from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fault, Fenced, RecordBehind, StoreUnavailable
+from scheduler_svc.store.keys import CLAIM_SLACK_S
 from scheduler_svc.store.records import SubmitStatus
 from scheduler_svc.store.redis_url import RedisUrl, parse_redis_url
 from scheduler_svc.store.servers import MAX_ATTEMPTS, SentinelUser, Servers
-from scheduler_svc.store.store import Store
+from scheduler_svc.store.store import FINISHED_TTL_S, Store
+from scheduler_svc.store.transport import AWAY_S
 from tests.helpers import free_port, wait_until_async
 from tests.store.kit import ALREADY, OK, One, a_commit, a_finish, a_request, accept, lease, read
 from tests.store.servers import (
@@ -31,9 +33,12 @@ from tests.store.servers import (
     Sentinel,
     ask,
     in_step,
+    key_claimed_at,
     primary_and_replica,
     promote,
     shard_at,
+    stopped,
+    take_no_node_for_dead,
     three_masters,
 )
 from tests.store.test_rights import documented_rule
@@ -187,9 +192,42 @@ class TestACluster:
         assert await store.acquire_leadership(owner="a:1", lease_s=60)
         await stranger.close()
 
+    async def test_another_node_that_does_not_answer_delays_only_keys_whose_claims_it_has(
+        self, cluster: list[EmbeddedServer], open_store: Open
+    ) -> None:
+        now_s = 0.0
+        await take_no_node_for_dead(cluster)
+        store = await open_store(
+            cluster[0], shard=shard_at(0, "beside"), timeout_s=0.5, monotonic=lambda: now_s
+        )
+        there, ended, lost = (
+            a_request(name, idempotency_key=key_claimed_at(1, name)) for name in ("there", "ended", "lost")
+        )
+        here = a_request("here", idempotency_key=key_claimed_at(0, "here"))
+        await accept(store, ended, lost)
+        await One(store).finish(a_finish("ended"))
+        claim_of = {one.request_id: store.keys.claim(store.claims.key_of(one)) for one in (ended, lost)}
+        await ask(cluster[1], "DEL", claim_of["lost"])
+        with stopped(cluster[1]):
+            results = await store.submit([there, here, a_request("r2")])
+        assert [result.status.value for result in results] == ["unclaimed", "accepted", "accepted"]
+
+        await store.settle_claims()
+        await store.claim_again([lost])
+        now_s = AWAY_S - 0.01  # it is left in peace, though it would answer
+        [again] = await store.submit([there])
+        assert (again.status, again.error) == (
+            SubmitStatus.UNCLAIMED,
+            "the record did not answer within 0.5 s",
+        )
+        now_s = AWAY_S
+        await accept(store, there)
+        await store.settle_claims()
+        assert await ask(cluster[1], "TTL", claim_of["ended"]) <= FINISHED_TTL_S + CLAIM_SLACK_S
+        assert await ask(cluster[1], "GET", claim_of["lost"]) == f"{store.keys.shard} lost".encode()
+
     async def test_a_node_that_is_down_is_asked_again(self, cluster: list[EmbeddedServer]) -> None:
-        for server in cluster:  # the others still direct all clients to the one that is down
-            await ask(server, "CONFIG", "SET", "cluster-node-timeout", 600_000)
+        await take_no_node_for_dead(cluster)
         cluster[0].kill()
         store = Store(f"redis://127.0.0.1:{cluster[1].port}", shard_at(0))
 

@@ -36,6 +36,7 @@ from laps_sd.v1.inference_pb2 import SamplingParams
 from scheduler_svc import metrics
 from scheduler_svc.core.estimates.priors import Priors
 from scheduler_svc.leader import chores, clients, working_copy
+from scheduler_svc.store import transport
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.records import StoredRequest, SubmitStatus
@@ -44,6 +45,7 @@ from scheduler_svc.wire.requests import Offer, offered
 from tests.helpers import wait_until_async
 from tests.services.scheduler.peers import Running, SchedulerUnderTest, gateway, start_scheduler, worker
 from tests.store.kit import a_request, all_written, commits_file
+from tests.store.servers import key_claimed_at, shard_at, stopped, take_no_node_for_dead, three_masters
 
 STOP = gateway_pb.RequestEnd.KIND_STOP
 Refused = gateway_pb.SubmitRefused
@@ -1278,6 +1280,45 @@ async def _reached(scheduler: SchedulerUnderTest) -> bool:
         await scheduler.store.ping()
         return True
     return False
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[EmbeddedServer]]:
+    with three_masters(tmp_path) as servers:
+        yield servers
+
+
+async def test_a_node_of_the_cluster_that_is_away_disturbs_only_requests_whose_keys_are_claimed_there(
+    cluster: list[EmbeddedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await take_no_node_for_dead(cluster)
+    monkeypatch.setattr(transport, "AWAY_S", 0.0)
+    scheduler = await start_scheduler(cluster[0].url, shard=shard_at(0), reattach_grace_s=0.1)
+    await scheduler.wait_leading()
+    scheduler.store.transport.timeout_s = 0.5
+    new, old = (
+        {"idempotency_key": key_claimed_at(1, name, tenant="anonymous"), "body_hash": b"b"}
+        for name in ("new", "old")
+    )
+    async with gateway(scheduler.address) as client:
+        with structlog.testing.capture_logs() as lines, stopped(cluster[1]):
+            keyed = await client.submit("r1", **new)
+            restored = await client.submit("r2", submission_id=2, restores=True, shown_ids=[10], **old)
+            assert {reply.refused.reason for reply in (keyed, restored)} == {Refused.REASON_STORE_UNAVAILABLE}
+            assert keyed.refused.retry_after_ms > 0
+            other = await client.submit("r3", submission_id=3)
+            assert other.accepted.request_id == "r3"
+            assert not scheduler.leadership.outage.on
+        assert not [line for line in lines if line["log_level"] == "error"]
+
+        retry = await client.submit("r1", submission_id=4, **new)
+        assert retry.accepted.request_id == "r1"
+
+        async def is_restored() -> bool:
+            return await scheduler.store.read("r2") is not None
+
+        await wait_until_async(is_restored, description="what was brought back is on the record")
+    await scheduler.crash()
 
 
 async def test_explain_of_an_ended_request_says_at_once_that_the_record_is_away(
