@@ -112,6 +112,8 @@ class Servers:
         """
         self.run_id = ""
         """Run id of the server of the newest connection; empty where the user may not read it."""
+        self.host = ""
+        """Host of the server of the newest connection."""
         self._url = url
         self._probe_key = probe_key
         self._sentinel_options: dict[str, Any] = {"socket_connect_timeout": timeout_s / 2, "protocol": 2}
@@ -194,6 +196,7 @@ class Servers:
                 raise
             else:
                 self.prefer(address)
+                self.host = address[0]
                 return
         raise error
 

@@ -120,7 +120,7 @@ class Transport:
                 f"the record did not answer within {self.timeout_s} s", Fault.SLOW
             ) from error
         except (redis_errors.RedisError, OSError) as error:
-            if moved := moved_to(error):
+            if moved := moved_to(error, self._servers.host):
                 self._servers.prefer(moved)
                 await self._servers.pool.disconnect(inuse_connections=False)
             raise _translated(error) from error
@@ -186,7 +186,8 @@ class Transport:
         Fenced.
         """
         replies = await self._replies(calls, self._servers.pool, leading=leading)
-        if moved := next((address for reply in replies if (address := moved_to(reply))), None):
+        host = self._servers.host
+        if moved := next((address for reply in replies if (address := moved_to(reply, host))), None):
             # Calls that ran before the slot moved answer that they have run. A shard's keys all move
             # together.
             self._servers.prefer(moved)
@@ -208,7 +209,7 @@ class Transport:
         replies = await self._replies(calls, self._servers.pool)
         moved: dict[Address, list[int]] = {}
         for number, reply in enumerate(replies):
-            address = moved_to(reply)
+            address = moved_to(reply, self._servers.host)
             if address is not None:
                 moved.setdefault(address, []).append(number)
         _raise_errors([reply for reply in replies if not moved_to(reply)])

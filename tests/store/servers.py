@@ -32,27 +32,29 @@ async def ask(server: EmbeddedServer, *command: Any) -> Any:
 
 
 @contextlib.contextmanager
-def three_masters(folder: Path) -> Iterator[list[EmbeddedServer]]:
-    """Return a cluster with a third of the slots on each server."""
+def three_masters(
+    folder: Path, host: str = "127.0.0.1", settings: tuple[str, ...] = ()
+) -> Iterator[list[EmbeddedServer]]:
+    """Return a cluster with a third of the slots on each server; `host`: where they listen."""
     servers: list[EmbeddedServer] = []
     try:
         for number in range(3):
-            settings = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-            settings += ("--cluster-port", str(free_port()))
-            servers.append(EmbeddedServer(folder / str(number), settings=settings).start())
-        asyncio.run(_join(servers))
+            own = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+            own += ("--cluster-port", str(free_port()), "--cluster-announce-ip", host)
+            servers.append(EmbeddedServer(folder / str(number), settings=(*own, *settings)).start())
+        asyncio.run(_join(servers, host))
         yield servers
     finally:
         for server in servers:
             server.stop()
 
 
-async def _join(servers: list[EmbeddedServer]) -> None:
+async def _join(servers: list[EmbeddedServer], host: str) -> None:
     for number, server in enumerate(servers):
         first, last = SLOTS * number // 3, SLOTS * (number + 1) // 3 - 1
         await ask(server, "CLUSTER", "ADDSLOTSRANGE", first, last)
         bus = int((await ask(server, "CONFIG", "GET", "cluster-port"))[1])
-        await ask(servers[0], "CLUSTER", "MEET", "127.0.0.1", server.port, bus)
+        await ask(servers[0], "CLUSTER", "MEET", host, server.port, bus)
 
     async def joined() -> bool:
         states = [await ask(server, "CLUSTER", "INFO") for server in servers]

@@ -17,6 +17,7 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.crc import key_slot
 
+from scheduler_svc.store import embedded
 from scheduler_svc.store.batch import Batch
 from scheduler_svc.store.embedded import EmbeddedServer
 from scheduler_svc.store.errors import Fault, Fenced, RecordBehind, StoreUnavailable
@@ -256,6 +257,27 @@ class TestACluster:
         await ask(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
         for server in (target, source, cluster[1]):
             await ask(server, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+
+@pytest.fixture
+def cluster_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EmbeddedServer]]:
+    """Return a cluster whose nodes name only the port of another one: its host is that of the node itself."""
+    host = "127.0.0.2"
+    monkeypatch.setattr(embedded, "HOST", host)
+    settings = ("--cluster-preferred-endpoint-type", "unknown-endpoint")
+    with three_masters(tmp_path, host, settings) as servers:
+        yield servers
+
+
+async def test_a_node_that_names_no_host_means_its_own(cluster_without_names: list[EmbeddedServer]) -> None:
+    store = Store(cluster_without_names[0].url, shard_at(1))
+    assert await store.acquire_leadership(owner="a:1", lease_s=60)
+
+    await accept(
+        store, *(a_request(f"r{node}", idempotency_key=key_claimed_at(node, "k")) for node in range(3))
+    )
+
+    await store.close()
 
 
 # ---- addresses
