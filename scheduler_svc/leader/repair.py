@@ -90,11 +90,16 @@ class Repair:
         live = self._working_copy.live
         reached = await self._store.reached(list(live))
         behind: list[Live] = []
+        lost = 0
         for copy, found in zip(list(live.values()), reached, strict=True):
-            if found is None or found.lease_epoch < copy.lease_epoch or found.committed < len(copy.committed):
-                behind.append(copy)
+            if found is not None and found.lease_epoch < copy.lease_epoch:
+                found = None
+            if found is None or found.committed < len(copy.committed):
+                behind.append(copy)  # tokens of the log too, which goes at the end
+                lost += found is None or found.logged < len(copy.committed)
             elif found.deadline_unix_ms != copy.deadline_unix_ms:  # a retry had more time
                 await self._store.extend(copy.request_id, copy.deadline_unix_ms)
+                lost += 1
         for start in range(0, len(behind), WRITE_BACK_TOGETHER):
             batch = Batch(self._store)
             restored = [copy.to_record() for copy in behind[start : start + WRITE_BACK_TOGETHER]]
@@ -107,8 +112,9 @@ class Repair:
             batch = Batch(self._store)
             restored = [ended.live.to_record() for ended in some]
             batch.restore(restored)
-            batch.commit([ended.commit for ended in some])
+            written = batch.commit([ended.commit for ended in some])
             await batch.execute()
+            lost += written.result().count(TransitionStatus.OK)
             await self._store.claim_again(restored)
         self._working_copy.ends_are_written_back(self._clock())
         known = {*live, *self._working_copy.doubtful, *self._working_copy.restoring}
@@ -124,8 +130,11 @@ class Repair:
                 ]
             )
             await batch.execute()
-        metrics.WRITTEN_BACK.labels("leader").inc(len(behind))
-        log.warning("written back", requests=len(behind), unfinished=len(live), ended_again=len(unknown))
+        metrics.WRITTEN_BACK.labels("leader").inc(lost)
+        if lost or unknown:
+            log.warning("written back", requests=lost, unfinished=len(live), ended_again=len(unknown))
+        else:
+            log.info("the record has lost nothing", unfinished=len(live))
 
     # One request.
 

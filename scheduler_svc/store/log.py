@@ -112,6 +112,11 @@ class Log:
         rows = self.rows.get(stored.sequence)
         return stored if rows is None else continued(stored, rows)
 
+    def reached(self, sequence: int, committed: int) -> int:
+        """Return the tokens of a request with what the log has of it; its own keys have `committed`."""
+        ends = [row.position + len(row.tokens) for row in self.rows.get(sequence, ())]
+        return max([committed, *ends])
+
 
 EMPTY = Log("", {})
 

@@ -37,11 +37,13 @@ _LOG_CHUNK = 64
 
 
 class Reached(NamedTuple):
-    """State of an unfinished request in its own keys."""
+    """State of an unfinished request on the record."""
 
     lease_epoch: int
     committed: int
-    """Committed tokens."""
+    """Committed tokens in its own keys."""
+    logged: int
+    """Committed tokens with those that only the log has."""
     deadline_unix_ms: int | None
 
 
@@ -155,17 +157,18 @@ class Reader:
             return int(await self._transport.client.zcard(self._keys.unfinished()))
 
     async def reached(self, request_ids: Sequence[str]) -> list[Reached | None]:
-        """Return how far its own keys hold each; None for a request that is not there."""
-        names = "lease_epoch", "committed", "deadline_unix_ms"
+        """Return how far the record has each; None for a request that is not there."""
+        log = await self.log()
+        names = "lease_epoch", "committed", "deadline_unix_ms", "sequence"
         found: list[Reached | None] = []
         for start in range(0, len(request_ids), MAX_ENTRIES):
             keys = [self._keys.request(request_id) for request_id in request_ids[start : start + MAX_ENTRIES]]
-            for epoch, count, deadline in await self._transport.fields(keys, *names):
-                found.append(
-                    None
-                    if epoch is None or count is None
-                    else Reached(int(epoch), int(count), int(deadline) if deadline else None)
-                )
+            for epoch, count, deadline, sequence in await self._transport.fields(keys, *names):
+                if epoch is None or count is None or sequence is None:
+                    found.append(None)
+                    continue
+                logged = log.reached(int(sequence), int(count))
+                found.append(Reached(int(epoch), int(count), logged, int(deadline) if deadline else None))
         return found
 
     async def last_sequence(self) -> int:

@@ -78,7 +78,7 @@ async def use_everything(store: Store) -> None:
     assert await store.last_sequence() == 3
     assert await store.unfinished_ids() == ["r2", "r3"]
     assert [request async for chunk in store.load_unfinished() for request in chunk]
-    assert await store.reached(["r1"]) == [(1, 4, None)]
+    assert await store.reached(["r1"]) == [(1, 4, 4, None)]
     assert await store.renew_leadership()
     await store.try_write()
     store.distrust()

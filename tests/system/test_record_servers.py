@@ -15,6 +15,8 @@ import pytest
 from laps_sd.stack.local import LocalStack
 from laps_sd.v1 import inference_pb2_grpc
 from scheduler_svc.store.embedded import EmbeddedServer
+from scheduler_svc.store.keys import Keys
+from tests.helpers import wait_until_async
 from tests.store.servers import ask, in_step, primary_and_replica, promote, three_masters
 from tests.system.calls import Outcome, seeded, stream, stream_all
 
@@ -23,6 +25,12 @@ STREAMS = 16
 
 def url(*servers: EmbeddedServer) -> str:
     return "redis://" + ",".join(f"127.0.0.1:{server.port}" for server in servers) + "/0"
+
+
+async def newest_entry(server: EmbeddedServer, log_key: str) -> int:
+    """Return the number of the newest entry that the server has of the log; 0 without one."""
+    found = await ask(server, "XREVRANGE", log_key, "+", "-", "COUNT", 1)
+    return int(found[0][0].split(b"-")[0]) if found else 0
 
 
 async def test_streams_go_on_over_a_replica_that_is_promoted(tmp_path: Path) -> None:
@@ -58,6 +66,13 @@ async def test_streams_go_on_over_a_replica_that_is_promoted(tmp_path: Path) -> 
             ended_before = sum(task.done() for task in running)
             # From here on the replica lacks what is committed: more than any replica ever lags.
             await promote(replica)
+            log_key = Keys(stack.shard_of("scheduler")).log()
+
+            async def lacks_tokens() -> bool:
+                there, here = [await newest_entry(server, log_key) for server in (replica, primary)]
+                return here > there + 1  # the leader has the answer to the first of the two
+
+            await wait_until_async(lacks_tokens, description="the replica lacks tokens")
             primary.kill()
             outcomes = await asyncio.gather(*running)
             again = await stream_all(stub, requests)

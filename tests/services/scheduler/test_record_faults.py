@@ -266,6 +266,40 @@ async def test_what_a_crash_of_the_server_took_is_written_again(
         assert new.accepted.request_id == "r4"
 
 
+@pytest.mark.parametrize(("lost", "counted"), [(0, 0), (1, 1)])
+async def test_only_requests_of_which_the_record_lost_something_count_as_written_back(
+    own_valkey: EmbeddedServer,
+    operator: redis_client.Redis,
+    start_own: StartScheduler,
+    lost: int,
+    counted: int,
+) -> None:
+    """The newest tokens are in the log alone, which outlives a restart."""
+    scheduler = await start_own(lease_s=30.0)
+    before = metrics.WRITTEN_BACK.labels("leader")._value.get()
+    async with gateway(scheduler.address) as client, worker(scheduler.address, slots=2) as gpu:
+        await client.submit("r1")
+        await client.submit("r2", submission_id=2)
+        running = await gpu.assigned("r1", "r2")
+        for request_id in ("r1", "r2"):
+            await gpu.run_round(request_id, running[request_id].lease_epoch, 0, [10, 11])
+        size = await written_size(own_valkey, operator)
+        await gpu.run_round("r1", running["r1"].lease_epoch, 2, [12])
+        size_after = await written_size(own_valkey, operator)
+        own_valkey.kill()
+        os.truncate(commits_file(own_valkey), size if lost else size_after)
+        own_valkey.start()
+        with structlog.testing.capture_logs() as lines:
+            await scheduler.leadership.write_back()
+
+        assert metrics.WRITTEN_BACK.labels("leader")._value.get() == before + counted
+        warned = [line["requests"] for line in lines if line["event"] == "written back"]
+        assert warned == ([counted] if counted else [])
+        stored = await scheduler.store.read("r1")
+        assert stored is not None
+        assert stored.committed_ids == (10, 11, 12)
+
+
 async def test_a_later_deadline_that_a_crash_of_the_server_took_is_written_again(
     own_valkey: EmbeddedServer, operator: redis_client.Redis, start_own: StartScheduler
 ) -> None:
