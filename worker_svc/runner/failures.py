@@ -145,9 +145,10 @@ class GuardedRounds:
 
         Returns the requests to run. None: only the first is left, and there is no other request to push out.
         """
-        runs = set(run)
+        # By the engine: what a round in flight has changed is in no report yet, and not in `Held.residency`.
+        others = self._engine.known() - set(run)
         for name, held in self._requests.by_id.items():
-            if name not in runs and held.residency is Residency.DEVICE:
+            if name in others and self._engine.status(name).residency is Residency.DEVICE:
                 self._requests.push_out(held)
                 return run
         if len(run) == 1:

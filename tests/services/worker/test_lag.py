@@ -98,6 +98,18 @@ def test_an_end_outside_of_a_round_follows_what_was_in_flight(max_tokens: int, f
     assert desk.runner.holds_nothing
 
 
+def test_a_request_that_began_in_the_round_in_flight_makes_room_once_it_is_not_listed() -> None:
+    desk = Desk(LaggingEngine(slots=1, target_blocks=9, draft_blocks=9))
+    began, one = spec("began", prompt=80), spec("one", prompt=80)
+    desk.give(began, one)
+    desk.assign(entry("began"))
+    desk.turns(1)
+    desk.assign(entry("one"))
+    desk.turn_until_idle()
+
+    assert desk.tokens("one") == desk.engine.expected(one)[0]  # type: ignore[attr-defined]
+
+
 def test_a_request_that_comes_again_under_a_newer_lease_begins_at_its_committed_tokens() -> None:
     desk = Desk(LaggingEngine())
     one = spec("a")
