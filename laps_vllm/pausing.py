@@ -24,8 +24,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from laps_sd.contract.choose import SharedBlocks, shared_runs
 
-__all__ = ["RUNNING", "Pausing", "Row", "Window", "schedules_ahead"]
+__all__ = ["LOADS", "RUNNING", "Pausing", "Row", "Window", "schedules_ahead"]
 
+LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
 RUNNING = RequestStatus.RUNNING
 """Looked up once: Python 3.11 calls a function for each member of an enum, which counts for each request of
 each step."""

@@ -38,7 +38,7 @@ from laps_vllm.learnt_file import LearntFile
 from laps_vllm.merged_steps import Step
 from laps_vllm.metrics import Publisher
 from laps_vllm.one_worker import MOST_REPORT_STEPS, OneWorker, RequestNow
-from laps_vllm.pausing import RUNNING, Pausing, Row, schedules_ahead
+from laps_vllm.pausing import LOADS, RUNNING, Pausing, Row, schedules_ahead
 from laps_vllm.prompt_features import PromptFeatures, PromptTokens, PromptWords
 from laps_vllm.settings import VllmSettings
 from scheduler_svc.core import COMPILED
@@ -59,7 +59,6 @@ ENDS = {
     RequestStatus.FINISHED_ABORTED: End.CANCELLED,
 }
 COMPILES = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
 IDLES = RequestStatus.WAITING_FOR_STREAMING_REQ
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 OBSERVE_S = 1.0

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs the environment of `make test-vllm`")
 
 from tokenizers import Tokenizer
+from vllm.v1.request import RequestStatus
 
 from laps_sd.contract.choose import Residency
 from laps_sd.contract.ends import End
@@ -409,6 +410,37 @@ def test_rounds_wait_while_a_grammar_compiles(
 
 
 # -- room ----------------------------------------------------------------------------------------------------
+
+
+@cpu_only
+def test_a_request_that_joins_a_round_with_loaded_kv_is_reported_in_it(make: Make) -> None:
+    """vLLM admits it before the planned ones: it holds blocks that no round counts."""
+    specs = [spec(name, logprobs=2) for name in "ab"]
+    texts, _, alone = finish_all(make(), specs)
+    engine = make()
+    for one in specs:
+        engine.add(one)
+    reports = [*engine.round(["a"]).requests]
+    let_it_wait(engine, "a")
+    reports += engine.round(["b"]).requests
+    assert [report.request_id for report in reports] == ["a", "b", "a"]
+    while reports[-1].finish is None:
+        reports += engine.round(["a"]).requests
+
+    of_a = [report for report in reports if report.request_id == "a"]
+    assert [token for report in of_a for token in report.tokens] == texts["a"]
+    made = [one.logprob for report in of_a for one in report.logprobs]
+    expected = [one.logprob for report in alone if report.request_id == "a" for one in report.logprobs]
+    assert made == pytest.approx(expected, abs=1e-3)
+
+
+def let_it_wait(engine: Any, name: str) -> None:
+    """Let a resident request wait with its KV, as after a load from host memory (`kv_offloading_size`)."""
+    scheduler, request = engine._scheduler, engine._known[name].request
+    scheduler.running.remove(request)
+    request.status = RequestStatus.PREEMPTED
+    request.spec_token_ids = []
+    scheduler.kv_holding_waiting.add_request(request)
 
 
 def test_a_round_needs_places_for_its_requests(make: Make) -> None:

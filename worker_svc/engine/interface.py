@@ -14,7 +14,7 @@ Contract with the caller, in order:
 
 1. `add` before `round` names the request. `add` allocates nothing on the device.
 2. `round(run)` runs exactly the requests in `run`; a known request that is not in `run` is paused and keeps
-   its KV.
+   its KV. One that waits with KV which was loaded from elsewhere may run as well; the result then has it.
 3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in
    both pools for each request in `run`, growth being `Capacity.growth`; `SequenceStatus.shared` has those that
    count once. If they do not, `round` raises `OutOfBlocks` and nothing has changed.
@@ -276,7 +276,7 @@ class RequestRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """The result of one round: its requests in the order of `run`, and its times.
+    """The result of one round: its requests in the order of `run`, then others that ran, and its times.
 
     Times are seconds of wall clock inside the engine.
     """

@@ -1,7 +1,7 @@
 """The engine over vLLM's engine core, in this process; ranks of tensor parallelism are vLLM's own processes.
 
-A round is one step of the core, and vLLM's scheduler (`scheduler.Rounds`) runs exactly the requests that the
-round names. With async scheduling `round` returns the outcome of the round before (`Capacity.lag`), and the
+A round is one step of the core, and vLLM's scheduler (`scheduler.Rounds`) runs the requests that the round
+names. With async scheduling `round` returns the outcome of the round before (`Capacity.lag`), and the
 device does not wait for the choice of the next one.
 
     EngineCore                     vLLM: scheduler, KV blocks, model runner
@@ -298,8 +298,10 @@ class VllmEngine:
             for name, request in zip(run, requests, strict=True):
                 request.spec_token_ids = request.spec_token_ids[: self._known[name].draft_room]
         self._check_room(requests)
-        decoding = (r.request_id for r in requests if r.num_computed_tokens >= r.num_tokens - 1)
-        return Planned(requests, frozenset(decoding))
+        joining = self._scheduler.loaded(requests)
+        chosen = [*requests, *joining]
+        decoding = (r.request_id for r in chosen if r.num_computed_tokens >= r.num_tokens - 1)
+        return Planned(requests, joining, frozenset(decoding))
 
     def _result(self, over: Planned | None, outputs: dict[str, Any]) -> RoundResult:
         """Return the outcome of a round that is over, without requests that ended before it did, or were
@@ -308,7 +310,7 @@ class VllmEngine:
         if over is None:
             return RoundResult((), free_target_blocks=self._scheduler.free_blocks())
         reports = []
-        for request in over.run:
+        for request in [*over.run, *(one for one in over.joining if one.request_id in over.rows)]:
             name = self._names.get(request.request_id)
             if name is None:
                 continue

@@ -1,4 +1,8 @@
-"""vLLM's scheduler for rounds: a step runs the requests that a round names, and keeps what it observed."""
+"""vLLM's scheduler for rounds: a step runs the requests that a round names, and keeps what it observed.
+
+A request whose KV a connector has loaded (`kv_offloading_size`) also joins a round that does not name it: no
+round counts its blocks, and it holds them until it runs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from laps_vllm.pausing import Pausing, Row, schedules_ahead
+from laps_vllm.pausing import LOADS, Pausing, Row, schedules_ahead
 from worker_svc.engine.round.prefill_time import Chunk
 from worker_svc.engine.vllm.step_time import NONE, Decoding, StepTime
 
@@ -23,6 +27,8 @@ class Planned:
     """A round: its requests, and what became of them once it is over."""
 
     run: Sequence[Request] = ()
+    # Others that join it if there is a place; see `Rounds.loaded`.
+    joining: Sequence[Request] = ()
     # Requests whose context was computed when the round began.
     decoding: frozenset[str] = frozenset()
     # Context tokens that the prefix cache had for requests that began in it.
@@ -58,9 +64,9 @@ class Rounds(Pausing):
     def plan(self, planned: Planned) -> None:
         """Set the round of the next step."""
         self._planned, self.over = planned, None
-        decoding = planned.decoding
-        self._in_order = [one for one in planned.run if one.request_id in decoding]
-        self._in_order += [one for one in planned.run if one.request_id not in decoding]
+        decoding, chosen = planned.decoding, [*planned.run, *planned.joining]
+        self._in_order = [one for one in chosen if one.request_id in decoding]
+        self._in_order += [one for one in chosen if one.request_id not in decoding]
 
     @property
     def in_flight(self) -> int:
@@ -75,6 +81,15 @@ class Rounds(Pausing):
         names.update(request.request_id for request in run)
         return len(names) - self.max_num_running_reqs
 
+    def loaded(self, run: Sequence[Request]) -> list[Request]:
+        """Return the requests besides these that wait with KV which a connector has loaded."""
+        arrived = self.finished_recving_kv_req_ids
+        return [
+            one
+            for one in self.kv_holding_waiting
+            if (one.status is not LOADS or one.request_id in arrived) and one not in run
+        ]
+
     # Of `Pausing`.
 
     def select(self) -> list[Request]:
@@ -82,15 +97,10 @@ class Rounds(Pausing):
         finds."""
         return [request for request in self._in_order if not request.is_finished()]
 
-    def joining_with_kv(self, chosen: Sequence[Request]) -> list[Request]:
-        """Return all requests that wait with KV: no round counts their blocks, and they hold these until they run."""
-        planned = super().joining_with_kv(chosen)
-        return planned + [request for request in self.kv_holding_waiting if request not in planned]
-
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the planned requests, and note what the prefix cache had."""
         planned = self._planned
-        fresh = [request for request in planned.run if not request.num_computed_tokens]
+        fresh = [request for request in self._in_order if not request.num_computed_tokens]
         most = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens, limit_s = self._budget(planned, most)
         try:
@@ -98,7 +108,7 @@ class Rounds(Pausing):
         finally:
             self.max_num_scheduled_tokens = most
         counts = output.num_scheduled_tokens
-        for request in planned.run:
+        for request in self._in_order:
             name = request.request_id
             if name not in planned.decoding and not request.is_finished():
                 if name in counts:
