@@ -17,6 +17,7 @@ from scheduler_svc.core.estimates.calibration import (
     TENANT_WEIGHT,
     Calibration,
     GuessHistory,
+    GuessSource,
     TenantGuesses,
 )
 from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
@@ -130,8 +131,8 @@ class TestTenants:
             only.observe(2.0 * length, length)
             guesses.observe("only", "chat", 2.0 * length, length)
         of_class = only.calibrated(ASSUMED)
-        assert guesses.calibrated("only", "chat", of_class, only.weight) is of_class
-        wider = guesses.calibrated("only", "chat", ASSUMED, only.weight + 30.0)
+        assert guesses.calibrated("only", "chat", only, of_class) is of_class
+        wider = guesses.calibrated("only", "chat", GuessHistory(), ASSUMED)
         of_pair = only.calibrated(ASSUMED, TENANT_WEIGHT)
         assert (wider.slope, wider.offset, wider.variance) == (
             of_pair.slope,
@@ -147,13 +148,35 @@ class TestTenants:
             of_tenant.observe(3.0 * length, length)
             if workload_class == "code":
                 of_pair.observe(3.0 * length, length)
-        found = guesses.calibrated("t", "code", ASSUMED, 1000.0)
+        found = guesses.calibrated("t", "code", GuessHistory(), ASSUMED)
         expected = of_pair.calibrated(of_tenant.calibrated(ASSUMED, TENANT_WEIGHT), TENANT_WEIGHT)
         assert (found.slope, found.offset, found.variance) == (
             expected.slope,
             expected.offset,
             expected.variance,
         )
+
+    def test_one_whose_guesses_are_wrong_is_not_believed_again_after_many_requests(self) -> None:
+        """The weights of all histories are the same number by then."""
+        source, rng = GuessSource(), random.Random(3)
+        for length in lengths(10_000):
+            source.observe("honest", "chat", length * math.exp(rng.gauss(0, 0.3)), length)
+            source.observe("liar", "chat", 1.0, length)
+        source.settle()
+        for found in (source, GuessSource.from_dict(json.loads(json.dumps(source.to_dict())))):
+            assert found.line("honest", "chat").spread == pytest.approx(0.3, rel=0.2)
+            assert found.line("liar", "chat").precision == 0
+
+    def test_the_guesses_of_a_tenant_elsewhere_count_after_many_requests_too(self) -> None:
+        guesses = TenantGuesses()
+        for length in lengths(10_000):
+            guesses.observe("t", "chat", 1.0, length)
+            guesses.observe("t", "code", 3.0 * length, length)
+        of_tenant, of_pair = guesses.by_tenant["t"], guesses.by_class["t", "code"]
+        assert of_tenant.weight == of_pair.weight
+        found = guesses.calibrated("t", "code", GuessHistory(), ASSUMED)
+        expected = of_pair.calibrated(of_tenant.calibrated(ASSUMED, TENANT_WEIGHT), TENANT_WEIGHT)
+        assert (found.slope, found.variance) == (expected.slope, expected.variance)
 
     def test_one_without_a_history_is_judged_like_its_class(self) -> None:
         priors = learned(self.HONEST)

@@ -144,14 +144,14 @@ class TenantGuesses:
         _newest(self.by_class, (tenant, workload_class)).observe(guess, length)
 
     def calibrated(
-        self, tenant: str, workload_class: str, of_class: Calibration, class_weight: float
+        self, tenant: str, workload_class: str, class_history: GuessHistory, of_class: Calibration
     ) -> Calibration:
         """Return the line of this tenant in this class: shrunk to that of the tenant in all classes, and that
         to the line of all tenants in the class. So a tenant whose guesses are wrong is not believed again in
         a new class.
 
-        `class_weight` is the weight of the history of the class. A history that is the same as a wider one
-        counts once.
+        A history that is the same as a wider one counts once. Their sums are compared: all weights become the
+        same number after some 9,400 observations.
         """
         of_tenant = self.by_tenant.get(tenant)
         if of_tenant is None:
@@ -159,10 +159,10 @@ class TenantGuesses:
         of_pair = self.by_class.get((tenant, workload_class))
         if of_pair is None:
             return of_tenant.calibrated(of_class, TENANT_WEIGHT)
-        if of_pair.weight >= class_weight:
+        if of_pair == class_history:
             return of_class
         prior = of_class
-        if of_tenant.weight > of_pair.weight:
+        if of_tenant != of_pair:
             prior = of_tenant.calibrated(of_class, TENANT_WEIGHT)
         return of_pair.calibrated(prior, TENANT_WEIGHT)
 
@@ -199,7 +199,7 @@ class GuessSource:
                 of_class = self._of_class[name] = history.calibrated(ASSUMED)
             if len(self._of_pair) >= MOST_LINES:
                 self._of_pair.clear()
-            found = self.tenants.calibrated(tenant, workload_class, of_class, history.weight)
+            found = self.tenants.calibrated(tenant, workload_class, history, of_class)
             self._of_pair[key] = found
         return found
 
