@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 
+from laps_sd.contract.length_features import packed
 from scheduler_svc.core.estimates.calibration import (
     ASSUMED,
     GUESS_LOG_SPREAD,
@@ -219,6 +220,15 @@ class TestTenants:
         assert said == again.tokens_left("", 0, MOST, Guesses(), "liar")
 
 
+WORDS = packed([1, 2, 3])
+
+
+def end(priors: Priors, workload_class: str, length: int, tenant: str) -> None:
+    """Let a request with a hint and a prediction end."""
+    priors.prompts.learn(WORDS, workload_class, tenant, length, cut=False)
+    priors.observe_length(workload_class, length, Guesses(client=1.0, prompt=10.0), tenant)
+
+
 class TestClassesOfManyTenants:
     def test_one_tenants_classes_do_not_keep_another_from_learning(self) -> None:
         priors = Priors()
@@ -230,6 +240,43 @@ class TestClassesOfManyTenants:
             priors.observe_length(f"more {i}", 1000, Guesses(), "flood")
         assert priors.tokens_left("mine", 0, MOST, Guesses(), "me").mean == pytest.approx(20, rel=0.3)
         assert len(priors.to_dict()["classes"]) == MAX_CLASSES
+
+    def test_one_tenants_classes_do_not_take_the_place_of_what_others_guesses_are_worth(self) -> None:
+        priors = Priors()
+        for length in lengths(100):
+            priors.observe_length("chat", length, Guesses(client=float(length)), "honest")
+        before = priors.tokens_left("chat", 0, MOST, Guesses(client=800.0), "newcomer")
+        for i in range(MAX_CLASSES + 50):
+            priors.observe_length(f"flood {i}", 100, Guesses(client=1.0), "flood")
+        left = priors.tokens_left("chat", 0, MOST, Guesses(client=800.0), "newcomer")
+        assert (left.mean, left.basis) == (before.mean, before.basis)
+
+    def test_nor_of_what_was_learned_from_words(self) -> None:
+        priors = Priors()
+        for _ in range(100):
+            end(priors, "chat", 20, "me")
+            end(priors, "other", 1000, "another")
+        for i in range(MAX_CLASSES + 50):
+            end(priors, f"flood {i}", 140, "flood")
+        of_chat = priors.prompts.predict(WORDS, "chat", "newcomer")
+        of_other = priors.prompts.predict(WORDS, "other", "newcomer")
+        assert of_chat is not None and of_other is not None and of_other > 2 * of_chat
+
+    def test_all_tables_have_the_same_classes(self) -> None:
+        priors = Priors()
+        for i in range(MAX_CLASSES + 50):
+            priors.observe_tokens(f"class {i}", 3)
+            end(priors, f"class {i}", 10, f"tenant {i}")
+        learnt = json.loads(json.dumps(priors.to_dict()))
+        tables = [learnt, learnt["hints"], learnt["predictions"], learnt["prompts"]]
+        assert [len(table["classes"]) for table in tables] == [MAX_CLASSES] * 4
+        for table in tables[1:]:
+            assert table["classes"].keys() == learnt["classes"].keys()
+            # An earlier build chose by itself in each of them.
+            table["classes"] = {f"old {name}": found for name, found in table["classes"].items()}
+        again = Priors.from_dict(learnt).to_dict()
+        assert len(again["classes"]) == MAX_CLASSES
+        assert [again[table]["classes"] for table in ("hints", "predictions", "prompts")] == [{}, {}, {}]
 
     def test_a_further_class_takes_the_place_of_the_one_that_ended_a_request_longest_ago(self) -> None:
         priors = Priors()

@@ -27,7 +27,7 @@ from scheduler_svc.core.estimates.full_covariance import (
     WEIGHT_VARIANCE,
 )
 from scheduler_svc.core.estimates.lengths import DEFAULT_LOG_MEAN
-from scheduler_svc.core.estimates.priors import Priors
+from scheduler_svc.core.estimates.priors import MAX_CLASSES, Priors
 from scheduler_svc.core.estimates.prompt_lengths import (
     ERROR_VARIANCE,
     LEARNED_ENOUGH,
@@ -467,6 +467,7 @@ class TestRequestsThatRun:
     ) -> None:
         priors, features = Priors(), prompts(1)[0][0]
         learned([(features, 4)] * 50, priors.prompts)  # so that 16 tokens show something
+        priors.observe_tokens("", 3)
         learner = Learner(priors, EstimateErrors(), Shard(2, reserved_share=False))
         request = Request(RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features))
         found = []
@@ -481,6 +482,7 @@ class TestRequestsThatRun:
     def test_with_a_thousand_ended_requests_only_ends_count(self) -> None:
         priors, features = Priors(), prompts(1)[0][0]
         learned([(features, 4)] * int(OUTLIVED_UNTIL), priors.prompts)
+        priors.observe_tokens("", 3)
         known = priors.prompts.to_dict()
         request = Request(RequestFacts("r", 0, 0.0, "", 0, "", 20, 4000, None, length_features=features))
         request.emitted = 500
@@ -489,6 +491,16 @@ class TestRequestsThatRun:
 
 
 class TestWaitingRequests:
+    def test_one_that_runs_takes_no_place_from_a_class(self) -> None:
+        """As in `Priors`, which has as many classes as it may have."""
+        priors, features = Priors(), prompts(1)[0][0]
+        for i in range(MAX_CLASSES):
+            priors.observe_tokens(f"class {i}", 3)
+        request = Request(RequestFacts("r", 0, 0.0, "", 0, "new", 20, 4000, None, length_features=features))
+        request.emitted = 500
+        Learner(priors, EstimateErrors(), Shard(2, reserved_share=False)).learn_running(request, 0)
+        assert priors.prompts.classes == {}
+
     def test_a_burst_is_ordered_by_what_its_first_requests_have_shown(self) -> None:
         """All arrive before anything is learned."""
 
@@ -564,7 +576,7 @@ class TestTheRecord:
         rng, lengths = random.Random(1), PromptLengths()
         for n in range(2000):
             features = packed(sorted(rng.sample(range(FEATURES), 200)))
-            lengths.learn(features, f"class {n}", f"tenant {n}", rng.randint(1, 5000), cut=False)
+            lengths.learn(features, f"class {n % 256}", f"tenant {n}", rng.randint(1, 5000), cut=False)
         blob = lengths.to_dict()
         assert len(json.dumps(blob)) < 200_000
         assert (len(blob["classes"]), len(blob["tenants"])) == (256, 512)

@@ -32,7 +32,6 @@ at all, but `GUESS_LOG_SPREAD`."""
 GUESS_FORGET: Final = 300.0
 MOST_TENANTS: Final = 512
 """Tenants whose guesses are judged by their own history; and as many pairs of a tenant and a class."""
-MOST_CLASSES: Final = 256
 MOST_LINES = 4096
 """Lines that are kept computed."""
 LEAST_LOG_SPREAD: Final = 0.01
@@ -174,6 +173,7 @@ class GuessSource:
     def __init__(self) -> None:
         self.everyone = GuessHistory()
         self.classes: dict[str, GuessHistory] = {}
+        """Those that `Priors` has a place for."""
         self.tenants = TenantGuesses()
         self._of_class: dict[str | None, Calibration] = {}
         """None: of all classes."""
@@ -182,7 +182,7 @@ class GuessSource:
     def observe(self, tenant: str, workload_class: str, guess: float, length: int) -> None:
         """Take in a request that ended by itself; see `GuessHistory.observe`."""
         self.everyone.observe(guess, length)
-        _newest(self.classes, workload_class, MOST_CLASSES).observe(guess, length)
+        self.classes.setdefault(workload_class, GuessHistory()).observe(guess, length)
         self.tenants.observe(tenant, workload_class, guess, length)
         self._of_pair.pop((tenant, workload_class), None)
 
@@ -233,10 +233,10 @@ class GuessSource:
         return source
 
 
-def _newest(histories: dict[Key, GuessHistory], key: Key, most: int = MOST_TENANTS) -> GuessHistory:
+def _newest(histories: dict[Key, GuessHistory], key: Key) -> GuessHistory:
     """Return the history with this key, moved to the end or added there; the one at the front may make room."""
     history = histories.pop(key) if key in histories else GuessHistory()
     histories[key] = history
-    if len(histories) > most:
+    if len(histories) > MOST_TENANTS:
         del histories[next(iter(histories))]
     return history

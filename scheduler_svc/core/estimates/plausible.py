@@ -39,7 +39,7 @@ def check_priors(data: Mapping[str, Any], most_classes: int) -> None:
         _check_class("classes", own)
     for source in ("hints", "predictions"):
         found = data[source]
-        check_size(source, found["classes"], calibration.MOST_CLASSES)
+        check_size(source, found["classes"], most_classes)
         for sums in [found["everyone"], *found["classes"].values()]:
             _check_history(source, *sums)
         _check_tenants(source, found)

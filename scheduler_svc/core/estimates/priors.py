@@ -181,6 +181,10 @@ class Priors:
         made.without_it = self._by_arrival(workload_class, emitted, most, guesses, tenant).mean
         return made
 
+    def has_class(self, workload_class: str) -> bool:
+        """Return whether this class has statistics of its own."""
+        return workload_class in self._classes
+
     def lengths_seen(self, workload_class: str) -> float:
         """Return how many requests of this class its lengths were learned from; older ones count less."""
         return self._of(workload_class).lengths.weight
@@ -267,7 +271,13 @@ class Priors:
         for name, priors in self._classes.items():
             if count[priors.owner] == most:
                 del self._classes[name]
+                for table in self._tables_by_class():
+                    table.pop(name, None)
                 return
+
+    def _tables_by_class(self) -> list[dict[str, Any]]:
+        """Return what else is learned for each class. It has no classes but those that are here."""
+        return [self._hints.classes, self._predictions.classes, self.prompts.classes]
 
     # The record.
 
@@ -318,6 +328,9 @@ class Priors:
         self._hints = GuessSource.from_dict(data["hints"])
         if self.prompts.restore(data["prompts"]):
             self._predictions = GuessSource.from_dict(data["predictions"])
+        for table in self._tables_by_class():
+            for name in table.keys() - self._classes.keys():
+                del table[name]
 
 
 def _class_to_dict(priors: ClassPriors) -> dict[str, Any]:

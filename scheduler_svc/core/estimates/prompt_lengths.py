@@ -62,7 +62,6 @@ LOSS_WEIGHT: Final = 0.7
 """Share of a difference in loss (squared error over its variance) that counts in the mean of the two sums."""
 LOSS_KEEP: Final = 1 - 1 / 300
 """Losses are forgotten over this many requests."""
-MOST_CLASSES: Final = 256
 MOST_TENANTS: Final = 512
 LEARNED_ENOUGH: Final = 20.0
 """Ended requests before predictions are made. With start weights they are made at once, and prompts that wait are not
@@ -130,9 +129,10 @@ class PromptLengths:
         self._warm = vec[float]([0.0] * FEATURES) if self._has_start else self._fresh
         self._variances = vec[float]([WEIGHT_VARIANCE] * FEATURES)
         self._everyone = _Location(DEFAULT_LOG_MEAN, DEFAULT_LOG_MEAN, EVERYONE_VARIANCE)
-        self._classes: dict[str, _Location] = {}
+        self.classes: dict[str, _Location] = {}
+        """Those that `Priors` has a place for."""
         self._tenants: dict[str, _Location] = {}
-        """Both with the least recently ended first."""
+        """The least recently ended first."""
         self._factor = 1.0
         self._factor_variance = START_VARIANCE
         self._fresh_loss = 0.0
@@ -232,8 +232,8 @@ class PromptLengths:
         self._factor += factor_gain
         self._unsettled = 0
         request = found.request
-        _newest(self._classes, request.workload_class, MOST_CLASSES)
-        _newest(self._tenants, request.tenant, MOST_TENANTS)
+        self._of_class(request.workload_class)
+        self._of_tenant(request.tenant)
         if not ended:
             self._add_to_weights(request, fresh_gain, warm_gain)
             self._add_to_locations(request, fresh_gain, warm_gain)
@@ -251,7 +251,7 @@ class PromptLengths:
         everyone.warm += EVERYONE_VARIANCE * warm_gain
         # A location may have made room for another one.
         for location in (
-            self._classes.get(request.workload_class),
+            self.classes.get(request.workload_class),
             self._tenants.get(request.tenant),
         ):
             if location is None:
@@ -297,8 +297,8 @@ class PromptLengths:
         scale, start = sums.scale, sums.start
         locations = [
             self._everyone,
-            _newest(self._classes, workload_class, MOST_CLASSES),
-            _newest(self._tenants, tenant, MOST_TENANTS),
+            self._of_class(workload_class),
+            self._of_tenant(tenant),
         ]
         total = ERROR_VARIANCE / weight
         for at in range(0, size, 2):
@@ -333,6 +333,22 @@ class PromptLengths:
                 variance -= variance * variance * shrinks
                 variances[i] = variance if variance > LEAST_VARIANCE else LEAST_VARIANCE
 
+    def _of_class(self, workload_class: str) -> _Location:
+        found = self.classes.get(workload_class)
+        if found is None:
+            found = self.classes[workload_class] = _Location(0.0, 0.0, LOCATION_VARIANCE)
+        return found
+
+    def _of_tenant(self, tenant: str) -> _Location:
+        """Return the location of a tenant, moved to the end or added there; the one at the front may make room."""
+        found = self._tenants.pop(tenant, None)
+        if found is None:
+            found = _Location(0.0, 0.0, LOCATION_VARIANCE)
+        self._tenants[tenant] = found
+        if len(self._tenants) > MOST_TENANTS:
+            del self._tenants[next(iter(self._tenants))]
+        return found
+
     def _explained_sums(self, features: bytes, workload_class: str, tenant: str) -> _Sums:
         """Return both sums of a request, and, until they are many, what the first requests show of it. Weights need not be
         settled."""
@@ -349,7 +365,7 @@ class PromptLengths:
 
     def _sums(self, features: bytes, workload_class: str, tenant: str) -> _Sums:
         """Return both sums of a request, from settled weights."""
-        of_class = self._classes.get(workload_class, _NOWHERE)
+        of_class = self.classes.get(workload_class, _NOWHERE)
         of_tenant = self._tenants.get(tenant, _NOWHERE)
         everyone = self._everyone
         size = len(features)
@@ -399,7 +415,7 @@ class PromptLengths:
             "learned": self.learned,
             "weights": self._saved_weights,
             "everyone": _numbers(self._everyone),
-            "classes": {name: _numbers(found) for name, found in self._classes.items()},
+            "classes": {name: _numbers(found) for name, found in self.classes.items()},
             "tenants": {name: _numbers(found) for name, found in self._tenants.items()},
             "factor": [self._factor, self._factor_variance],
             "losses": [self._fresh_loss, self._warm_loss],
@@ -418,10 +434,9 @@ class PromptLengths:
         within("prompts.learned", data["learned"], 0, MOST)
         self.learned = self._saved_at = data["learned"]
         self._saved_weights = data["weights"]
-        check_size("prompts.classes", data["classes"], MOST_CLASSES)
         check_size("prompts.tenants", data["tenants"], MOST_TENANTS)
         self._everyone = _location("everyone", *data["everyone"])
-        self._classes = _locations("classes", data["classes"])
+        self.classes = _locations("classes", data["classes"])
         self._tenants = _locations("tenants", data["tenants"])
         factor, variance = data["factor"]
         within("prompts.factor", factor, -MOST_LOG, MOST_LOG)
@@ -455,17 +470,6 @@ class PromptLengths:
             variances[i] = math.exp(-raw[i] / _VARIANCE_STEPS)
             fresh[i] = _number(raw[FEATURES + i])
             warm[i] = _number(raw[2 * FEATURES + i])
-
-
-def _newest(locations: dict[str, _Location], name: str, most: int) -> _Location:
-    """Return the location of this name, moved to the end or added there; the one at the front may make room."""
-    found = locations.pop(name, None)
-    if found is None:
-        found = _Location(0.0, 0.0, LOCATION_VARIANCE)
-    locations[name] = found
-    if len(locations) > most:
-        del locations[next(iter(locations))]
-    return found
 
 
 def _beyond(fresh_error: float, warm_error: float) -> tuple[float, float, float]:

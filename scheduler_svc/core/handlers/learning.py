@@ -112,7 +112,7 @@ class Learner:
         if not doubled or emitted < FIRST_OUTLIVED or facts.runs_to_limit or not facts.length_features:
             return
         prompts, guesses = self._priors.prompts, request.guesses
-        if prompts.learned >= OUTLIVED_UNTIL:
+        if prompts.learned >= OUTLIVED_UNTIL or not self._priors.has_class(facts.workload_class):
             return
         predicted = prompts.outlived(facts.length_features, facts.workload_class, facts.tenant, emitted)
         if guesses.predicted_again_at < math.inf:
