@@ -557,6 +557,18 @@ class TestTheRecord:
         again.restore(lengths.to_dict())
         assert again._fresh[feature] == pytest.approx(min(max(-127, steps), 127) / 48)
 
+    def test_no_word_is_forgotten_by_restarts(self) -> None:
+        """Of long prompts each word is known little better after a request."""
+        rng, lengths, again = random.Random(1), started(), started()
+        for _ in range(200):
+            features = packed(sorted(rng.sample(range(FEATURES), 200)))
+            lengths.learn(features, "", "", rng.randint(1, 5000), cut=False)
+        lengths.outlived(packed([0x1234]), "", "", 5000)
+        kept = lengths.to_dict()
+        again.restore(kept)
+        assert again._warm[0x1234] > 0
+        assert again._encoded() == kept["weights"]
+
     @pytest.mark.parametrize("feature", [0x00FF, 0x0100, 0x7F00, FEATURES - 1])
     def test_a_feature_is_read_of_both_of_its_bytes(self, feature: int) -> None:
         lengths = PromptLengths()

@@ -450,7 +450,8 @@ class PromptLengths:
     def _encoded(self) -> str:
         raw, variances, fresh, warm = bytearray(3 * FEATURES), self._variances, self._fresh, self._warm
         for i in range(FEATURES):
-            if variances[i] != WEIGHT_VARIANCE:
+            # A word of a long prompt, or of one that runs, has a weight before its variance falls by a step.
+            if variances[i] != WEIGHT_VARIANCE or fresh[i] != 0.0 or warm[i] != 0.0:
                 raw[i] = min(255, math.floor(-_VARIANCE_STEPS * math.log(variances[i]) + 0.5))
                 raw[FEATURES + i] = _byte(fresh[i])
                 raw[2 * FEATURES + i] = _byte(warm[i])
