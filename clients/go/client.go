@@ -212,11 +212,8 @@ func (c *Client) call(ctx context.Context, limit patience, attempt func(context.
 
 // patience returns the limit of a call that begins now.
 func (c *Client) patience(ctx context.Context) patience {
-	until := time.Now().Add(c.retry)
-	if deadline, ok := ctx.Deadline(); ok && deadline.Before(until) {
-		until = deadline
-	}
-	return patience{until: until}
+	deadline, _ := ctx.Deadline()
+	return patience{retry: c.retry, deadline: deadline}
 }
 
 func (c *Client) outgoing(ctx context.Context) context.Context {

@@ -31,7 +31,9 @@ type Event struct {
 
 // patience is the time limit for repeating a call that has had no effect yet.
 type patience struct {
-	until    time.Time
+	retry    time.Duration
+	deadline time.Time // of the caller; zero without one
+	until    time.Time // zero before the first loss
 	attempts int
 }
 
@@ -39,6 +41,12 @@ type patience struct {
 func (p *patience) pause(failed error, now time.Time) (time.Duration, error) {
 	p.attempts++
 	pause := nextPause(failed, p.attempts)
+	if p.until.IsZero() {
+		p.until = now.Add(p.retry) // not from the call's start: a hanging gateway is noticed late
+		if !p.deadline.IsZero() && p.deadline.Before(p.until) {
+			p.until = p.deadline
+		}
+	}
 	if !mayWorkLater(failed) || !now.Add(pause).Before(p.until) {
 		return 0, errorOf(failed)
 	}

@@ -29,7 +29,7 @@ func after(seconds float64) time.Time {
 
 func generation(t *testing.T, request *pb.GenerateRequest, retry time.Duration) *progress {
 	t.Helper()
-	made, err := newGeneration(request, patience{until: start.Add(retry)}, 30*time.Second)
+	made, err := newGeneration(request, patience{retry: retry}, 30*time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -146,10 +146,15 @@ func TestAStreamThatAProxyCutsIsTriedAgainAndABugOfAGatewayIsNot(t *testing.T) {
 	mustFail(t, generation(t, &pb.GenerateRequest{}, 30*time.Second), bug, after(1), codes.Internal)
 }
 
-func TestBeforeARequestIsAcceptedACallIsRepeatedForTheTimeOfRetry(t *testing.T) {
+func TestBeforeARequestIsAcceptedACallIsRepeatedForTheTimeOfRetryFromItsFirstLossOn(t *testing.T) {
 	p := generation(t, &pb.GenerateRequest{}, 5*time.Second)
-	mustWait(t, p, unavailable, after(4))
-	mustFail(t, p, unavailable, after(5), codes.Unavailable)
+	mustWait(t, p, unavailable, after(25))
+	mustWait(t, p, unavailable, after(29))
+	mustFail(t, p, unavailable, after(31), codes.Unavailable)
+
+	hurried := generation(t, &pb.GenerateRequest{}, 5*time.Second)
+	hurried.patience.deadline = after(25)
+	mustFail(t, hurried, unavailable, after(25), codes.Unavailable)
 }
 
 func TestTheTimeToReconnectBeginsWhenTheLossIsNoticed(t *testing.T) {

@@ -121,7 +121,7 @@ func (s *Stream) finish(err error) {
 		cancels.Add(1)
 		go func(id string) {
 			defer cancels.Done()
-			_, _ = s.client.cancel(ctx, patience{until: time.Now()}, id)
+			_, _ = s.client.cancel(ctx, patience{}, id)
 		}(id)
 	}
 	cancels.Wait()

@@ -39,7 +39,8 @@ class Patience:
     """Time limit for repeating a call that has had no effect yet. Pure; time is an argument."""
 
     def __init__(self, retry_s: float, *, timeout_s: float | None, now: float) -> None:
-        self._until = now + retry_s
+        self._retry_s = retry_s
+        self._until: float | None = None
         self._deadline = _deadline(timeout_s, now)
         self._attempts = 0
 
@@ -51,6 +52,8 @@ class Patience:
         """Return the seconds to wait before the next call. Raise the error if there is to be none."""
         self._attempts += 1
         pause_s = next_pause_s(error, self._attempts)
+        if self._until is None:
+            self._until = now + self._retry_s  # not from the call's start: a hanging gateway is noticed late
         ends = self._until if self._deadline is None else min(self._until, self._deadline)
         if not may_work_later(error) or now + pause_s >= ends:
             raise error_of(error) from error

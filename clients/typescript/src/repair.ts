@@ -38,12 +38,13 @@ const HELD_MS = MAX_PAUSE_MS;
 
 /** Time limit for repeating a call that has had no effect yet. */
 export class Patience {
-  readonly #until: number;
+  readonly #retryMs: number;
   readonly #deadline: number;
+  #until: number | undefined;
   #attempts = 0;
 
   constructor(retryMs: number, timeoutMs: number | undefined, now: number) {
-    this.#until = now + retryMs;
+    this.#retryMs = retryMs;
     this.#deadline = timeoutMs === undefined ? Infinity : now + timeoutMs;
   }
 
@@ -56,6 +57,7 @@ export class Patience {
   pauseMs(failed: ServiceError, now: number): number {
     this.#attempts += 1;
     const pauseMs = nextPauseMs(failed, this.#attempts);
+    this.#until ??= now + this.#retryMs; // not from the call's start: a hanging gateway is noticed late
     if (!mayWorkLater(failed) || now + pauseMs >= Math.min(this.#until, this.#deadline)) throw errorOf(failed);
     return pauseMs;
   }

@@ -133,10 +133,15 @@ test("what is wrong is not tried again", () => {
   assert.throws(() => progress.lost(failure(status.INVALID_ARGUMENT), 1_000), { name: "InvalidArgument", code: "INVALID_ARGUMENT" });
 });
 
-test("before a request is accepted, a call is repeated for retryMs", () => {
+test("before a request is accepted, a call is repeated for retryMs from its first loss on", () => {
+  const lost = failure(status.UNAVAILABLE);
   const progress = new Progress(makeRequest("x"), { ...PATIENT, retryMs: 5_000 }, 0);
-  assert.ok(progress.lost(failure(status.UNAVAILABLE), 4_000) > 0);
-  assert.throws(() => progress.lost(failure(status.UNAVAILABLE), 5_000), Unavailable);
+  assert.ok(progress.lost(lost, 25_000) > 0);
+  assert.ok(progress.lost(lost, 29_000) > 0);
+  assert.throws(() => progress.lost(lost, 31_000), Unavailable);
+
+  const hurried = new Progress(makeRequest("x"), { ...PATIENT, timeoutMs: 25_000, retryMs: 5_000 }, 0);
+  assert.throws(() => hurried.lost(lost, 25_000), Unavailable);
 });
 
 test("the time to reconnect begins when the loss is noticed, however long it was silent before", () => {

@@ -345,6 +345,20 @@ class TestAsyncClient:
 
         assert progress.lost(error, 1.0) > 0.0
 
+    def test_the_time_to_repeat_a_call_begins_when_its_first_loss_is_noticed(self) -> None:
+        """Keepalive notices a gateway that hangs after up to 30 s; the next one may be healthy."""
+        error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+        progress = Progress(make_request("x"), timeout_s=None, reconnect_s=30.0, retry_s=5.0, now=0.0)
+
+        assert progress.lost(error, 25.0) > 0.0
+        assert progress.lost(error, 29.0) > 0.0
+        with pytest.raises(Unavailable):
+            progress.lost(error, 31.0)
+
+        hurried = Progress(make_request("x"), timeout_s=25.0, reconnect_s=30.0, retry_s=5.0, now=0.0)
+        with pytest.raises(Unavailable):
+            hurried.lost(error, 25.0)
+
     @pytest.mark.parametrize("how", ["by a reset, as nginx", "without a status, as HAProxy"])
     async def test_a_stream_that_a_proxy_cuts_goes_to_the_next_address(
         self, running: Running, scheduler: FakeScheduler, how: str
