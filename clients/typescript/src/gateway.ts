@@ -3,9 +3,11 @@
 import { readFileSync } from "node:fs";
 
 import { fromBinary, toBinary, type DescMessage, type DescMethodServerStreaming, type DescMethodUnary, type MessageShape } from "@bufbuild/protobuf";
-import { Client, Metadata, credentials, type CallOptions, type ChannelCredentials } from "@grpc/grpc-js";
+import { Client, Metadata, connectivityState, credentials, status, type CallOptions, type ChannelCredentials } from "@grpc/grpc-js";
 
 const MAX_MESSAGE_BYTES = 16 * 1024 * 1024;
+/** Longest wait for a connection before a call, as of the Python client. */
+const CONNECT_MS = 2_000;
 /** Longest time limit that is one: over one that its header cannot hold, or that is no number, gRPC ends the process. */
 const LONGEST_MS = 1e12;
 const LOOPBACK = /^(localhost|127(\.\d+){3}|\[::1\]):\d+$/;
@@ -55,6 +57,32 @@ export class Gateway {
     this.#client.close();
   }
 
+  /**
+   * Waits until the channel has connected or failed to, or the signal is aborted. Fails as a lost call after CONNECT_MS: gRPC does
+   * not limit an attempt, and what accepts connections may never answer. A call whose deadline passes first is left to gRPC.
+   */
+  async #connect({ deadline }: CallOptions, signal: AbortSignal): Promise<void> {
+    const channel = this.#client.getChannel();
+    const ends = Date.now() + CONNECT_MS;
+    const until = Math.min(ends, deadline?.valueOf() ?? Infinity);
+    while (!signal.aborted) {
+      const state = channel.getConnectivityState(true);
+      if (state !== connectivityState.IDLE && state !== connectivityState.CONNECTING) return;
+      if (Date.now() >= ends) {
+        const details = `no answer to the connection within ${CONNECT_MS / 1_000} s`;
+        throw Object.assign(new Error(details), { code: status.UNAVAILABLE, details, metadata: new Metadata() });
+      }
+      if (Date.now() >= until) return;
+      await new Promise<unknown>((resolve) => {
+        signal.addEventListener("abort", resolve);
+        channel.watchConnectivityState(state, until, () => {
+          signal.removeEventListener("abort", resolve);
+          resolve(undefined);
+        });
+      });
+    }
+  }
+
   /** Makes a unary call and returns its response. */
   async unary<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
@@ -62,6 +90,8 @@ export class Gateway {
     limits: CallLimits,
   ): Promise<MessageShape<O>> {
     const { signal } = limits;
+    const options = callOptions(limits);
+    await this.#connect(options, signal);
     signal.throwIfAborted();
     let cancel = () => {};
     try {
@@ -70,7 +100,7 @@ export class Gateway {
           ...wire(method),
           request,
           this.#metadata,
-          callOptions(limits),
+          options,
           (failed, response) => (failed ? reject(failed) : resolve(response as MessageShape<O>)),
         );
         cancel = () => call.cancel();
@@ -91,8 +121,10 @@ export class Gateway {
     limits: CallLimits,
   ): AsyncGenerator<MessageShape<O>, void, undefined> {
     const { signal } = limits;
+    const options = callOptions(limits);
+    await this.#connect(options, signal);
     signal.throwIfAborted();
-    const call = this.#client.makeServerStreamRequest(...wire(method), request, this.#metadata, callOptions(limits));
+    const call = this.#client.makeServerStreamRequest(...wire(method), request, this.#metadata, options);
     const cancel = () => call.cancel();
     call.on("error", () => {}); // a call that was left fails with CANCELLED after its last reader
     signal.addEventListener("abort", cancel);

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { getEventListeners, once } from "node:events";
-import { createServer, type AddressInfo } from "node:net";
+import { createServer, type AddressInfo, type Socket } from "node:net";
 import { after, test } from "node:test";
 
 import { AlreadyExists, Client, DeadlineExceeded, Explanation_State, FinishReason, InvalidArgument, NotFound, Unavailable, type StreamEvent } from "laps-sd";
@@ -111,6 +111,29 @@ test("calls that fail together all go on at the next address", async (t) => {
 
   assert.deepEqual(found.map((models) => models.length), [1, 1, 1, 1, 1]);
   assert.equal(connected.mock.callCount(), 0);
+});
+
+test("an address that accepts connections and is silent is left for the next, and no call waits for it without end", { timeout: 60_000 }, async (t) => {
+  const silent = createServer().listen(0, "127.0.0.1");
+  const sockets = new Set<Socket>();
+  silent.on("connection", (socket) => sockets.add(socket));
+  await once(silent, "listening");
+  const mute = `127.0.0.1:${(silent.address() as AddressInfo).port}`;
+  const clients = [new Client([mute, address]), new Client(mute, { retryMs: 0 }), new Client(mute)] as const;
+  const [both, hasty, only] = clients;
+  t.after(() => {
+    clients.forEach((one) => one.close());
+    sockets.forEach((socket) => socket.destroy());
+    silent.close();
+  });
+
+  assert.equal((await both.generate("Once", { maxTokens: 3, ignoreEos: true })).tokenIds.length, 3);
+  await assert.rejects(hasty.models(), { name: "Unavailable", message: /^no answer to the connection within 2 s$/ });
+  await assert.rejects(all(only.stream("Once", { timeoutMs: 50 })), DeadlineExceeded);
+  await assert.rejects(only.models({ signal: AbortSignal.timeout(50) }), { name: "TimeoutError" });
+  const waits = assert.rejects(only.models(), { name: "Cancelled", message: "the client was closed" });
+  only.close();
+  await waits;
 });
 
 test("leaving the loop cancels the request", async () => {

@@ -1,6 +1,8 @@
 // A gateway is killed while its clients read: LAPS_SD_TEST_GATEWAYS has two addresses, LAPS_SD_TEST_PID the process of the first.
 
 import assert from "node:assert/strict";
+import { once } from "node:events";
+import { createServer, type AddressInfo, type Socket } from "node:net";
 import { after, test } from "node:test";
 
 import { Client, Unavailable, type Cursor, type StreamEvent } from "laps-sd";
@@ -11,7 +13,16 @@ const STORY = { maxTokens: 120, seed: 1, ignoreEos: true } as const;
 
 const one = new Client(first, { reconnectMs: 0 });
 const two = new Client([first, second]);
-after(() => [one, two].forEach((client) => client.close()));
+/** Accepts connections and never answers, as a host that hangs. */
+const silent = createServer((socket) => sockets.add(socket)).listen(0, "127.0.0.1");
+const sockets = new Set<Socket>();
+await once(silent, "listening");
+const three = new Client([first, `127.0.0.1:${(silent.address() as AddressInfo).port}`, second]);
+after(() => {
+  [one, two, three].forEach((client) => client.close());
+  sockets.forEach((socket) => socket.destroy());
+  silent.close();
+});
 
 /** Puts together what the streams of one request gave. */
 class Read {
@@ -34,12 +45,13 @@ class Read {
 }
 
 test("a killed gateway costs a pause, and no token is lost or comes twice", async () => {
-  // Five ways to read, which are lost together.
-  const [single, several, kept] = [new Read(), new Read(), new Read()];
+  // Six ways to read, which are lost together.
+  const [single, several, kept, past] = [new Read(), new Read(), new Read(), new Read()];
   const streams = [
     { read: single, events: two.stream("A long story", STORY) },
     { read: several, events: two.stream("Two stories", { ...STORY, n: 2 }) },
     { read: kept, events: one.stream("A kept story", { ...STORY, idempotencyKey: "typescript-kept" }) },
+    { read: past, events: three.stream("A story past a silent address", STORY) },
   ];
   const whole = two.generate("A whole story", STORY);
   for (const { read, events } of streams) {
@@ -52,7 +64,7 @@ test("a killed gateway costs a pause, and no token is lost or comes twice", asyn
     for await (const event of events) read.add(event);
   });
   const outcomes = await Promise.allSettled(rest);
-  assert.deepEqual(outcomes.map((outcome) => outcome.status), ["fulfilled", "fulfilled", "rejected"]);
+  assert.deepEqual(outcomes.map((outcome) => outcome.status), ["fulfilled", "fulfilled", "rejected", "fulfilled"]);
   assert.ok(outcomes[2]?.status === "rejected" && outcomes[2].reason instanceof Unavailable);
 
   // The id and the cursor are all that a program needs to read on, at any gateway.
@@ -68,6 +80,7 @@ test("a killed gateway costs a pause, and no token is lost or comes twice", asyn
     [single, await calm("A long story")],
     [several, await calm("Two stories", 2)],
     [kept, await calm("A kept story")],
+    [past, await calm("A story past a silent address")],
   ] as const) {
     answers.forEach((answer, choice) => {
       assert.deepEqual(read.tokens[choice], answer.tokenIds);
