@@ -52,6 +52,7 @@ class ClientStream:
     deadline: float | None  # deadline of the client's call, in the caller's clock
     state: StreamState
     acceptance: Accepted | None = None
+    accepted_at: float = 0.0  # when the acceptance arrived; a time limit counts from it
     failure: LapsSdError | None = None
     refused: link_pb2.SubmitRefused | None = None  # the scheduler's reason why the submission failed
     end: link_pb2.RequestEnd | None = None
@@ -113,6 +114,9 @@ class ClientStream:
             specification.sampling.seed = self.acceptance.seed
             message.submit.shown_ids.extend(self.received)
             message.submit.restores = True
+            if self.submit.HasField("time_limit_ms"):
+                elapsed_ms = round((now - self.accepted_at) * 1000)
+                message.submit.time_limit_ms = max(1, self.submit.time_limit_ms - elapsed_ms)
         return message
 
     def attachment(self) -> Message:

@@ -150,16 +150,16 @@ class Streams:
         if stream is None:
             return []
         if reply.WhichOneof("result") == "accepted":
-            self._on_accepted(stream, reply.accepted)
+            self._on_accepted(stream, reply.accepted, now)
         else:
             self._on_refused(stream, reply.refused, now)
         return []
 
-    def _on_accepted(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
+    def _on_accepted(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted, now: float) -> None:
         same = accepted.request_id in ("", stream.request_id)
         match stream.step(StreamEvent.ACCEPTED if same else StreamEvent.ACCEPTED_ELSEWHERE):
             case StreamAction.ACCEPT:
-                self._accept_submission(stream, accepted)
+                self._accept_submission(stream, accepted, now)
             case StreamAction.FAIL:
                 self._fail(stream, Unavailable(f"request {stream.request_id!r} was lost"))
 
@@ -270,7 +270,7 @@ class Streams:
             stream.notify()
         return []
 
-    def _accept_submission(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted) -> None:
+    def _accept_submission(self, stream: ClientStream, accepted: link_pb2.SubmitAccepted, now: float) -> None:
         submit = stream.submit
         assert submit is not None, "only submissions have a submission id"
         # Of an earlier request, if its idempotency key belongs to one.
@@ -287,6 +287,7 @@ class Streams:
             model=submit.model,
             text=_text_of(sampling),
         )
+        stream.accepted_at = now
         stream.notify()
 
     def _accept_attachment(self, stream: ClientStream, reply: link_pb2.AttachReply, now: float) -> None:
@@ -301,6 +302,7 @@ class Streams:
             model=reply.model,
             text=_text_of(reply.text),
         )
+        stream.accepted_at = now
         stream.notify()
 
     def _await_others(self, stream: ClientStream, now: float) -> None:

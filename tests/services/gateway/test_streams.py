@@ -257,6 +257,29 @@ def test_the_deadline_that_is_left_travels_with_every_submission() -> None:
     assert late.submit.deadline_in_ms == 1
 
 
+def test_the_time_limit_of_a_restored_request_counts_from_its_first_acceptance() -> None:
+    streams = Streams(buffer_tokens=10, restore_s=5)
+    submit = link_pb2.Submit(request_id="s0.a", time_limit_ms=10_000)
+    stream, message = streams.submit(submit, attachment_id="g/1", deadline=None, now=0)
+    (before_acceptance,) = streams.reconnected(3.0)
+    assert before_acceptance.submit.time_limit_ms == 10_000
+
+    left = []
+    for now in (4.0, 7.0, 60.0):
+        answer = link_pb2.SubmitReply(submission_id=message.submit.submission_id)
+        answer.accepted.request_id = "s0.a"
+        streams.on_submit_reply(answer, now)
+        (attach,) = streams.reconnected(now + 1.0)
+        lost = link_pb2.AttachReply(
+            attach_id=attach.attach.attach_id, result=link_pb2.AttachReply.RESULT_NOT_FOUND
+        )
+        (again,) = streams.on_attach_reply(lost, now + 2.0)
+        left.append(again.submit.time_limit_ms)
+
+    assert left == [8000, 5000, 1]
+    assert stream.failure is None
+
+
 def test_a_request_that_may_still_be_brought_back_is_submitted_again_by_who_holds_it_and_awaited_by_others() -> (
     None
 ):
@@ -306,6 +329,7 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     )
     reply.submission.request_id = "s0.b"
     reply.submission.deadline_in_ms = 9000
+    reply.submission.time_limit_ms = 8000
     reply.submission.length_features.extend([3, 300])
     reply.submission.prompt_blocks = b"a block!"
     reply.submission.specification.cache_salt = "acme"
@@ -325,7 +349,8 @@ def test_a_stream_that_was_resumed_here_can_be_restored_here() -> None:
     assert (list(submit.specification.prompt_ids), list(submit.shown_ids)) == ([1, 2], [7, 8])
     assert list(submit.length_features) == [3, 300]
     assert (submit.prompt_blocks, submit.specification.cache_salt) == (b"a block!", "acme")
-    assert (submit.specification.sampling.seed, submit.deadline_in_ms) == (3, 6000)
+    assert submit.specification.sampling.seed == 3
+    assert (submit.deadline_in_ms, submit.time_limit_ms) == (6000, 5000)
     answer = link_pb2.SubmitReply(submission_id=submit.submission_id)
     answer.accepted.request_id = "s0.b"
     streams.on_submit_reply(answer, 4.0)
