@@ -207,10 +207,15 @@ def retry_after_s(error: grpc.RpcError) -> float | None:
     return None
 
 
-def describe(error: grpc.RpcError) -> str:
+def describe(error: grpc.RpcError | LapsSdError) -> str:
     """Return a failed call as one sentence for a person."""
-    code = getattr(error, "code", lambda: None)()
-    text = getattr(error, "details", lambda: None)() or "the call failed"
+    if isinstance(error, LapsSdError):
+        # A client puts the code of an unknown error into its message.
+        code = None if error.code is grpc.StatusCode.UNKNOWN else error.code
+        text, advice = error.message, getattr(error, "retry_after_s", None)
+    else:
+        code = getattr(error, "code", lambda: None)()
+        text = getattr(error, "details", lambda: None)() or "the call failed"
+        advice = retry_after_s(error)
     sentence = f"{code.name}: {text}" if code is not None else str(text)
-    advice = retry_after_s(error)
     return sentence if advice is None else f"{sentence} (try again in {advice:.3g} s)"

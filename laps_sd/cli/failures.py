@@ -14,7 +14,7 @@ __all__ = ["with_next_step", "within"]
 
 def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
     """Return what failed and, if the call reached the wrong server or none, what to do about it."""
-    sentence = _sentence(error)
+    sentence = describe(error)
     if notes := getattr(error, "__notes__", ()):
         return f"{sentence}. {' '.join(notes)}"
     words = sentence.lower()
@@ -49,16 +49,6 @@ def with_next_step(error: grpc.RpcError | LapsSdError) -> str:
             "workers and drain."
         )
     return sentence
-
-
-def _sentence(error: grpc.RpcError | LapsSdError) -> str:
-    match error:
-        case LapsSdError(__cause__=grpc.RpcError() as call):
-            return describe(call)
-        case LapsSdError():
-            return f"{error.code.name}: {error}"
-        case _:
-            return describe(error)
 
 
 def _code_of(error: grpc.RpcError | LapsSdError) -> grpc.StatusCode | None:

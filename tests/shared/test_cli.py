@@ -31,9 +31,9 @@ from laps_sd.cli import dial, generate, main
 from laps_sd.cli.leader import Leader
 from laps_sd.cli.operate import explanation_lines, queue_table, workers_table
 from laps_sd.client import Client
-from laps_sd.errors import LapsSdError
+from laps_sd.errors import LapsSdError, NotFound, ResourceExhausted, details_metadata
 from laps_sd.service.wire import Tls
-from laps_sd.v1 import admin_pb2, admin_pb2_grpc
+from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
 from tests.certificates import certificate, write_certificates
 from tests.helpers import free_port, wait_until
@@ -716,6 +716,45 @@ def test_a_deadline_that_passed_names_its_flag_and_the_one_that_keeps_the_text(f
     said = done.stderr.splitlines()[-1]
     assert said.startswith("laps-sd: DEADLINE_EXCEEDED: ")
     assert "--timeout 0.05 (seconds)" in said and "--time-limit" in said
+
+
+class Failing(inference_pb2_grpc.InferenceServicer):
+    """Gateway whose streams fail with this error."""
+
+    def __init__(self, error: LapsSdError, *, accepted: bool) -> None:
+        self._error, self._accepted = error, accepted
+
+    def GenerateStream(self, request: Any, context: Any) -> Iterator[pb.GenerateEvent]:
+        if self._accepted:
+            yield pb.GenerateEvent(accepted=pb.Accepted(request_id="s0.kept"))
+        context.set_trailing_metadata(details_metadata(self._error))
+        context.abort(self._error.code, self._error.message)
+
+
+@pytest.mark.parametrize(
+    ("error", "accepted", "said"),
+    [
+        (NotFound("it is gone"), True, "NOT_FOUND: it is gone (request s0.kept)"),
+        (LapsSdError("a bug"), True, "UNKNOWN: a bug (request s0.kept)"),
+        (ResourceExhausted("no room"), True, "RESOURCE_EXHAUSTED: no room (request s0.kept)"),
+        (
+            ResourceExhausted("no room", retry_after_s=2.5),
+            False,
+            "RESOURCE_EXHAUSTED: no room (try again in 2.5 s)",
+        ),
+    ],
+)
+def test_the_error_of_a_lost_stream_names_the_request_and_when_to_retry(error, accepted, said):
+    server = grpc.server(ThreadPoolExecutor(1))
+    inference_pb2_grpc.add_InferenceServicer_to_server(Failing(error, accepted=accepted), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        done = laps_sd("generate", "--raw", "--keep", "Once", "--url", f"127.0.0.1:{port}")
+    finally:
+        server.stop(None)
+
+    assert (done.returncode, done.stderr) == (1, f"laps-sd: {said}\n")
 
 
 def test_a_system_message_needs_a_template(fake_stack):
