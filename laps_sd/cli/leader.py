@@ -10,6 +10,7 @@ import grpc
 import typer
 
 from laps_sd.cli import dial
+from laps_sd.errors import retry_after_s
 from laps_sd.service.leader_link import Candidates, named_leader
 from laps_sd.service.wire import Tls
 
@@ -52,11 +53,11 @@ class Leader:
         """Call the leader: the last one, then each address in turn, and those that standbys refer to. One
         that does not answer in time is left for the next.
 
-        Raises grpc.RpcError.
+        Raises grpc.RpcError: of several errors, the one that explains most.
         """
         with self._calling:
             candidates = Candidates([*([self._kept[0]] if self._kept else []), *self._seeds])
-            last: grpc.RpcError | None = None
+            errors: list[grpc.RpcError] = []
             while (address := candidates.next_address()) is not None:
                 try:
                     return call(self._channel_to(address))
@@ -66,11 +67,10 @@ class Leader:
                     code = error.code() if isinstance(error, grpc.Call) else None
                     if code not in NOT_THE_LEADER:
                         raise
-                    last = error
+                    errors.append(error)
                     if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
                         candidates.refer(named_leader(error.details() or ""))
-            assert last is not None, "there is at least one address"
-            raise last
+            raise max(errors, key=_explains)  # there is at least one address
 
     def _channel_to(self, address: str) -> grpc.Channel:
         if self._kept is None or self._kept[0] != address:
@@ -87,3 +87,16 @@ class Leader:
         kept = self._kept
         if kept is not None:
             kept[1].close()
+
+
+def _explains(error: grpc.RpcError) -> int:
+    """Return the rank of an error by how much it explains."""
+    code = error.code() if isinstance(error, grpc.Call) else None
+    if retry_after_s(error) is not None:  # a leader answered
+        return 4
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # a server is there
+        return 3
+    if code is grpc.StatusCode.FAILED_PRECONDITION and isinstance(error, grpc.Call):
+        # A standby: the leader that it names was called too.
+        return 0 if named_leader(error.details() or "") else 2
+    return 1

@@ -31,7 +31,14 @@ from laps_sd.cli import dial, generate, main
 from laps_sd.cli.leader import Leader
 from laps_sd.cli.operate import explanation_lines, queue_table, workers_table
 from laps_sd.client import Client
-from laps_sd.errors import LapsSdError, NotFound, ResourceExhausted, details_metadata
+from laps_sd.errors import (
+    LapsSdError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    describe,
+    details_metadata,
+)
 from laps_sd.service.wire import Tls
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from laps_sd.v1 import inference_pb2 as pb
@@ -532,6 +539,53 @@ def test_a_standby_that_refers_to_no_address_is_quoted(standby):
         pytest.raises(grpc.RpcError, match=r"the leader is 127\.0\.0\.1:99999"),
     ):
         leader.call(lambda channel: admin_pb2_grpc.AdminStub(channel).GetShard(admin_pb2.GetShardRequest()))
+
+
+@pytest.mark.parametrize("leader_first", [True, False])
+@pytest.mark.parametrize(
+    ("leader", "referral", "said"),
+    [
+        ("unavailable", True, "UNAVAILABLE: the record is gone"),
+        ("silent", True, "DEADLINE_EXCEEDED: "),
+        ("dead", True, "UNAVAILABLE: failed to connect"),
+        ("dead", False, "FAILED_PRECONDITION: the leader is unknown"),
+    ],
+)
+def test_the_error_is_that_of_the_scheduler_which_explains_most(
+    leader_first, leader, referral, said, standby
+):
+    class Unable(admin_pb2_grpc.AdminServicer):
+        def GetShard(self, request: Any, context: Any) -> Any:
+            error = Unavailable("the record is gone", retry_after_s=1.0)
+            context.set_trailing_metadata(details_metadata(error))
+            context.abort(error.code, error.message)
+
+    servicer, address = standby
+    with contextlib.ExitStack() as stack:
+        match leader:
+            case "unavailable":
+                server = grpc.server(ThreadPoolExecutor(1))
+                stack.callback(server.stop, None)
+                admin_pb2_grpc.add_AdminServicer_to_server(Unable(), server)
+                port = server.add_insecure_port("127.0.0.1:0")
+                server.start()
+            case "silent":
+                port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            case _:
+                port = free_port()
+        servicer.leader = f"127.0.0.1:{port}" if referral else "unknown"
+        seeds = [f"127.0.0.1:{port}", address]
+        calls = stack.enter_context(
+            contextlib.closing(Leader(",".join(seeds if leader_first else reversed(seeds)), Tls()))
+        )
+        with pytest.raises(grpc.RpcError) as raised:
+            calls.call(
+                lambda channel: admin_pb2_grpc.AdminStub(channel).GetShard(
+                    admin_pb2.GetShardRequest(), timeout=0.5
+                )
+            )
+
+    assert describe(raised.value).startswith(said)
 
 
 def test_top_without_its_package_names_the_command_that_installs_it():
