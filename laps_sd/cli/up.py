@@ -208,7 +208,7 @@ def up(
         Path | None,
         typer.Option(
             help="Directory of the embedded record, with prompts and outputs; only you can read it (0700)."
-            " Default: a temporary one, deleted at the end.",
+            " Default: a temporary one, deleted at the end; after a kill, at the next start.",
             show_default=False,
             rich_help_panel=ADDRESSES,
         ),

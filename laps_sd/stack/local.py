@@ -11,11 +11,13 @@ Components are named valkey, scheduler-0, scheduler-1 …, worker-0 …, gateway
 means number 0. With several shards the numbers continue across the shards, and `shard_of` returns the shard
 of a scheduler or worker. This module launches the services by their names and depends on nothing else of
 them: settings are passed in environment variables, readiness is read from their health service. All files are
-in one temporary folder, which is deleted with the stack, except for logs that are to be kept.
+in one temporary folder, which is deleted with the stack, except for logs that are to be kept. That of a stack
+whose process was killed is deleted when the next one starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -37,7 +39,7 @@ from laps_sd.stack.plan import Front, StackPlan
 from laps_sd.stack.ports import FREE_PORTS, HOST, PortPlan, Ports
 from laps_sd.stack.readiness import answers_ping, is_serving
 
-__all__ = ["LocalStack", "NotReady", "Progress"]
+__all__ = ["LocalStack", "NotReady", "Progress", "delete_killed_stacks"]
 
 START_TIMEOUT_S = 90.0
 """A worker that loads a large model from a slow disk needs most of it; the demo pair needs three seconds."""
@@ -50,6 +52,9 @@ STOP_S = {"gateway": 1.4, "worker": 1.4, "scheduler": 1.2, "valkey": 0.7}
 EVERY_S = 0.03
 """Seconds between two looks at whether the components are ready."""
 
+FOLDERS = {False: "laps-sd-stack-", True: "laps-sd-logs-"}
+"""Beginnings of the names of folders, by whether their logs are to be kept."""
+
 Progress = Callable[[str, Literal["starting", "ready", "stopping"], float], None]
 """Callback with component, state and seconds since the start (or stop) began."""
 
@@ -61,6 +66,32 @@ def _direct(name: str, address: str) -> str:
 
 def _silent(name: str, state: str, seconds: float) -> None:
     """Do nothing; the default progress callback."""
+
+
+def delete_killed_stacks() -> None:
+    """Delete what this user's killed stacks left in the temporary folder: their records hold prompts and outputs.
+
+    A stack has its folder under a lock before it makes `shards` there, until it has deleted it.
+    """
+    for keep_logs, beginning in FOLDERS.items():
+        for folder in Path(tempfile.gettempdir()).glob(f"{beginning}*"):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+                opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                held.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(opened).st_uid == os.geteuid() and (folder / "shards").exists():
+                    _delete(folder, keep_logs=keep_logs)
+
+
+def _delete(folder: Path, *, keep_logs: bool) -> None:
+    if not keep_logs:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif ".log" not in path.suffixes:
+            path.unlink()
 
 
 class NotReady(StartupError):
@@ -178,8 +209,9 @@ class LocalStack:
         check_models(self.options)
         check_record(self.options)
         self._ports.check()
-        self._plan.dir = Path(tempfile.mkdtemp(prefix="laps-sd-"))
-        # systemd-tmpfiles deletes what is old in the temporary folder, except for folders under a lock.
+        delete_killed_stacks()
+        self._plan.dir = Path(tempfile.mkdtemp(prefix=FOLDERS[self.options.keep_logs]))
+        # Other stacks, and systemd-tmpfiles, delete what is old there, except for folders under a lock.
         self._lock = os.open(self.dir, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -217,19 +249,11 @@ class LocalStack:
                     child.kill()
         self.children.clear()
         self._ports.close()
+        if self.dir != Path():
+            _delete(self.dir, keep_logs=self.options.keep_logs)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        if self.dir == Path():
-            return
-        if not self.options.keep_logs:
-            shutil.rmtree(self.dir, ignore_errors=True)
-            return
-        for path in self.dir.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif ".log" not in path.suffixes:
-                path.unlink()
 
     def check(self) -> None:
         """Raise ChildDied if a component has ended by itself; a drained worker may."""

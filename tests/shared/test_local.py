@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +21,7 @@ import pytest
 
 from laps_sd.errors import StartupError
 from laps_sd.stack.children import Child, ChildDied
-from laps_sd.stack.local import LocalStack
+from laps_sd.stack.local import LocalStack, delete_killed_stacks
 from laps_sd.stack.ports import Ports
 from laps_sd.stack.readiness import is_serving
 from laps_sd.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -196,27 +200,64 @@ def test_a_model_directory_that_does_not_exist_is_said_before_anything_starts(tm
 PROGRAM = """
 import sys, time
 from laps_sd.stack.local import LocalStack
-stack = LocalStack(workers=1, engine="fake").start()
+stack = LocalStack(workers=1, engine="fake", keep_logs=%s).start()
 print(stack.dir, *(child.pid for child in stack.children.values()), flush=True)
 time.sleep(600)
 """
 
 
-def test_the_children_die_with_a_parent_that_was_killed():
-    root = str(ROOT)
+@contextmanager
+def killed_stack(*, keep_logs: bool = False) -> Iterator[Path]:
+    """Yield the folder of a stack whose process was killed, once its children are gone too."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM % keep_logs],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": root},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as parent:
         folder, *pids = parent.stdout.readline().split()
         assert len(pids) == 4
         parent.kill()
     try:
         wait_until(lambda: not any(lives(int(pid)) for pid in pids), description="every child is gone")
+        yield Path(folder)
     finally:
-        subprocess.run(["rm", "-r", folder], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_children_and_at_the_next_start_the_files_die_with_a_parent_that_was_killed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # read by the process that is killed
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with killed_stack() as folder, killed_stack(keep_logs=True) as logs, LocalStack(engine="fake") as alive:
+        assert not folder.exists()
+        assert {path.suffix for path in logs.iterdir()} == {".log"}
+        files = set(alive.dir.iterdir())
+        with LocalStack(engine="fake"):
+            assert set(alive.dir.iterdir()) == files
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_are_no_killed_stacks_are_left_alone(tmp_path, monkeypatch):
+    """Those of a stack that is about to start, of another user, behind a symbolic link, and of other programs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("laps-sd-stack-killed", "elsewhere", "laps-sd-vllm-1000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shards").touch()
+    (tmp_path / "laps-sd-stack-starting").mkdir()
+    (tmp_path / "laps-sd-stack-link").symlink_to(tmp_path / "elsewhere")
+    ours = os.geteuid()
+    before = set(tmp_path.rglob("*"))
+
+    with mock.patch.object(os, "geteuid", return_value=ours + 1):
+        delete_killed_stacks()
+    assert set(tmp_path.rglob("*")) == before
+
+    delete_killed_stacks()
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"elsewhere", "laps-sd-vllm-1000", "laps-sd-stack-starting", "laps-sd-stack-link"}
+    assert (tmp_path / "elsewhere" / "shards").exists()
 
 
 def test_up_shows_the_demo_prompt_and_stops_on_ctrl_c():
