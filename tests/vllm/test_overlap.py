@@ -21,8 +21,9 @@ from tests.services.worker.harness import Desk, entry
 from tests.vllm.virtual import DRAFTS
 from tests.vllm.virtual_core import VirtualCore, overlapped_engine, token_at
 from tests.worker.contract import decode
-from worker_svc.engine.interface import DeviceFailed, RoundResult, Sampling, Specification
+from worker_svc.engine.interface import DeviceFailed, OutOfBlocks, RoundResult, Sampling, Specification
 from worker_svc.engine.vllm.engine import VllmEngine
+from worker_svc.runner.messages import Dropped
 
 
 def spec(
@@ -216,18 +217,70 @@ def test_an_error_of_the_device_ends_the_engine() -> None:
         engine.round(["r0"])
 
 
-@pytest.mark.parametrize("frees_late", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_waits_for_blocks_into_which_kv_of_another_one_is_loaded(leaves: bool) -> None:
+    """`leaves`: the client of the other one leaves during the load, and vLLM frees its blocks after that."""
+    engine = overlapped_engine(slots=1, blocks=10, load_steps=5)
+    core = engine._core
+    assert isinstance(core, VirtualCore)
+    assert core.device.host is not None
+    desk = Desk(engine)
+    specs = [spec(0, 40, prompt=60), spec(1, 40, prompt=90)]
+    desk.give(*specs)
+    for name in ("r0", "r1", "r0"):
+        desk.assign(entry(name))
+        desk.turns(3)
+    assert core.device.host.left
+    if leaves:
+        desk.put(Dropped((("r0", 1),)))
+        del specs[0]
+    desk.assign(entry("r1"))
+    desk.turns(3)
+    desk.assign(*(entry(one.request_id) for one in specs))
+    desk.turn_until_idle()
+    engine.check()
+
+    for one in specs:
+        text = expected(int(one.request_id[1:]), one.max_tokens, len(one.prompt_ids))
+        assert list(desk.tokens(one.request_id)) == text
+
+
+def test_a_round_that_waits_for_a_load_evicts_nothing() -> None:
+    reader = Reader(overlapped_engine(slots=1, blocks=10, load_steps=5))
+    engine, status = reader.engine, reader.engine.status
+    for number, prompt in enumerate((60, 90, 4)):
+        reader.add(spec(number, prompt=prompt))
+    for _ in range(3):
+        reader.round("r0")
+    reader.round()
+    engine.evict("r0")
+    assert engine._scheduler.reset_prefix_cache()  # type: ignore[attr-defined]
+    for name in ("r2", "r2", "r0"):
+        reader.round(name)
+    rounds = 0
+    while status("r0").residency is Residency.NONE:
+        rounds += 1
+        reader.round("r1")
+
+    assert rounds >= 5
+    assert status("r2").residency is Residency.DEVICE
+    with pytest.raises(OutOfBlocks):
+        reader.round("r1")
+
+
+@pytest.mark.parametrize("load_steps", [0, 1, 5])
+@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("blocks", [10, 16, 60])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32), lengths=st.lists(st.integers(1, 60), min_size=2, max_size=6))
 def test_the_runner_serves_with_little_kv_and_changing_ranks(
-    blocks: int, frees_late: bool, seed: int, lengths: Sequence[int]
+    blocks: int, slots: int, load_steps: int, seed: int, lengths: Sequence[int]
 ) -> None:
-    """`frees_late`: vLLM frees blocks of a round in flight after it, as with KV in host memory."""
+    """`load_steps`: KV is also in host memory. Then vLLM frees blocks of a round in flight after it, and a request has
+    blocks before it runs.
+    """
     rng = random.Random(seed)
-    engine = overlapped_engine(slots=2, residents=4, blocks=blocks, seed=seed)
-    engine._scheduler.defer_block_free = frees_late  # type: ignore[attr-defined]
-    desk = Desk(engine)
+    desk = Desk(overlapped_engine(slots=slots, residents=4, blocks=blocks, seed=seed, load_steps=load_steps))
     specs = [spec(number, length, prompt=rng.randint(4, 60)) for number, length in enumerate(lengths)]
     desk.give(*specs)
     for _ in range(60):
@@ -235,6 +288,8 @@ def test_the_runner_serves_with_little_kv_and_changing_ranks(
         desk.assign(*(entry(one.request_id, float(at)) for at, one in enumerate(order)))
         desk.turns(rng.randint(1, 4))
     desk.turn_until_idle()
+    engine = desk.engine
+    assert isinstance(engine, VllmEngine)
     engine.check()
 
     for number, one in enumerate(specs):

@@ -6,6 +6,7 @@ device knows the tokens of a request as soon as it has computed them, and the sc
 
 from __future__ import annotations
 
+import copy
 import queue
 import random
 from collections import deque
@@ -13,10 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench._vllm.in_core import model_output
@@ -39,10 +41,49 @@ class _Context:
     computed: int = 0
 
 
+class HostMemory(KVConnectorBase_V1):
+    """A connector that has all KV of preempted requests, and brings it back during so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left: dict[str, int] = {}
+        """Steps until the KV of a request is there."""
+        self._steps = steps
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return (0,)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        stored = (request.num_tokens - 1) // BLOCK * BLOCK if request.num_preemptions else 0
+        found = max(0, stored - num_computed_tokens)
+        return found, found > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.left[request.request_id] = self._steps
+
+    def arrived(self) -> set[str]:
+        """Return the requests whose loads end with this step."""
+        arrived = {name for name, left in self.left.items() if left == 1}
+        self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
+        return arrived
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+
 class Device:
     """A model runner whose tokens are a function of the prompt's first token and the position."""
 
     def __init__(self, seed: int) -> None:
+        self.host: HostMemory | None = None
         self.steps = 0
         self.fails_at = 0
         """The step that raises; 0: none."""
@@ -52,8 +93,11 @@ class Device:
 
     def execute_model(self, output: Any, *, non_block: bool) -> Future[Any]:
         done: Future[Any] = Future()
+        loaded = None if self.host is None else KVConnectorOutput(finished_recving=self.host.arrived())
         if not output.total_num_scheduled_tokens:
-            done.set_result(EMPTY_MODEL_RUNNER_OUTPUT)
+            nothing = copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
+            nothing.kv_connector_output = loaded
+            done.set_result(nothing)
             return done
         self.steps += 1
         if self.steps == self.fails_at:
@@ -64,6 +108,7 @@ class Device:
         names = list(output.num_scheduled_tokens)
         tokens = [self._run(name, output, padded) for name in names]
         self._sampled = model_output(names, tokens)
+        self._sampled.kv_connector_output = loaded
         done.set_result(None)
         return done
 
@@ -151,12 +196,18 @@ def overlapped_engine(
     seed: int = 1,
     budget: int = 64,
     block_size: int = BLOCK,
+    load_steps: int = 0,
     **more: Any,
 ) -> VllmEngine:
-    """Return the engine over such a core."""
+    """Return the engine over such a core. `load_steps`: evicted KV is in host memory, as with `kv_offloading_size`, and
+    comes back during so many steps.
+    """
     core = VirtualCore(
         slots=slots, residents=residents, blocks=blocks, seed=seed, budget=budget, block_size=block_size
     )
+    if load_steps:
+        core.device.host = core.scheduler.connector = HostMemory(load_steps)  # type: ignore[attr-defined]
+        core.scheduler.defer_block_free = True  # type: ignore[attr-defined]
     rules = Rules(
         TokenChooser.VLLM, second_runner=False, speculates=True, on_cpu=False, version="test", eos_ids=[1]
     )

@@ -244,13 +244,13 @@ class VllmEngine:
         return frozenset(self._known)
 
     def check(self) -> None:
-        """Assert that blocks are free, are freed after a step in flight, or are held by resident requests; a shared one
-        counts once.
+        """Assert that blocks are free, are freed after a step in flight, or are held by requests; a shared one counts
+        once.
         """
         scheduler = self._scheduler
         groups = [blocks for _, blocks in scheduler.deferred_frees]
-        for request in scheduler.running:
-            groups += scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        for name in scheduler.requests:
+            groups += scheduler.kv_cache_manager.get_blocks(name).blocks
         held = {block.block_id for group in groups for block in group if not block.is_null}
         pool = scheduler.kv_cache_manager.block_pool
         assert len(held) + pool.get_num_free_blocks() == scheduler.kv_cache_config.num_blocks - 1
@@ -291,17 +291,16 @@ class VllmEngine:
         return self._result(scheduler.over, outputs)
 
     def _planned(self, run: Sequence[str]) -> Planned:
-        """Return the plan of a round. Raises OutOfBlocks if vLLM would have to preempt a request for it."""
+        """Return the plan of a round. Raises OutOfBlocks if requests must be evicted for it."""
         requests = [request for name in run if (request := self._known[name].request) is not None]
         if not self.capacity.lag:
             # With async scheduling draft tokens stay on the device, and how many there are is vLLM's choice.
             for name, request in zip(run, requests, strict=True):
                 request.spec_token_ids = request.spec_token_ids[: self._known[name].draft_room]
-        self._check_room(requests)
-        joining = self._scheduler.loaded(requests)
-        chosen = [*requests, *joining]
+        fitting, joining = self._fitting(requests), self._scheduler.loaded(requests)
+        chosen = [*fitting, *joining]
         decoding = (r.request_id for r in chosen if r.num_computed_tokens >= r.num_tokens - 1)
-        return Planned(requests, joining, frozenset(decoding))
+        return Planned(requests, fitting, joining, frozenset(decoding))
 
     def _result(self, over: Planned | None, outputs: dict[str, Any]) -> RoundResult:
         """Return the outcome of a round that is over, without requests that ended before it did, or were
@@ -352,19 +351,26 @@ class VllmEngine:
         times.observe(over.plain, chunks, total_s)
         return times.prefill_share(over.plain, chunks)
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
-        """Raise OutOfBlocks if vLLM would have to preempt a request for this round."""
-        scheduler = self._scheduler
+    def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return those of these requests that the next step has blocks for. The others wait for steps that free some.
+
+        Raises OutOfBlocks if these are too few: vLLM would preempt a request of the step.
+        """
+        scheduler, fitting = self._scheduler, requests
         short = 0 if scheduler.surely_fits(requests) else scheduler.blocks_short(requests)
-        if short > 0:
+        if short > 0 and short > scheduler.freed_by_steps(requests):
             raise OutOfBlocks(
                 f"the KV pool has {scheduler.free_blocks()} free blocks and this round needs {short} more"
             )
-        if scheduler.residents_over(requests) > 0:
+        while short > 0:
+            fitting = fitting[:-1]
+            short = scheduler.blocks_short(fitting)
+        if scheduler.residents_over(fitting) > 0:
             raise OutOfBlocks(
                 f"vLLM has {scheduler.max_num_running_reqs} places for requests with KV"
                 " (LAPS_SD_VLLM_RESIDENTS), and this round needs more"
             )
+        return fitting
 
     def _step(self, count: int) -> dict[str, Any]:
         """Run one step of vLLM and return its outputs by request."""

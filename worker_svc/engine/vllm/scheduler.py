@@ -15,7 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from laps_vllm.pausing import LOADS, Pausing, Row, schedules_ahead
+from laps_vllm.pausing import LOADS, RUNNING, Pausing, Row, schedules_ahead
 from worker_svc.engine.round.prefill_time import Chunk
 from worker_svc.engine.vllm.step_time import NONE, Decoding, StepTime
 
@@ -27,6 +27,8 @@ class Planned:
     """A round: its requests, and what became of them once it is over."""
 
     run: Sequence[Request] = ()
+    # Those of them for which there are blocks.
+    fitting: Sequence[Request] = ()
     # Others that join it if there is a place; see `Rounds.loaded`.
     joining: Sequence[Request] = ()
     # Requests whose context was computed when the round began.
@@ -64,7 +66,7 @@ class Rounds(Pausing):
     def plan(self, planned: Planned) -> None:
         """Set the round of the next step."""
         self._planned, self.over = planned, None
-        decoding, chosen = planned.decoding, [*planned.run, *planned.joining]
+        decoding, chosen = planned.decoding, [*planned.fitting, *planned.joining]
         self._in_order = [one for one in chosen if one.request_id in decoding]
         self._in_order += [one for one in chosen if one.request_id not in decoding]
 
@@ -89,6 +91,13 @@ class Rounds(Pausing):
             for one in self.kv_holding_waiting
             if (one.status is not LOADS or one.request_id in arrived) and one not in run
         ]
+
+    def freed_by_steps(self, run: Sequence[Request]) -> int:
+        """Return the blocks that requests besides these hold and that cannot be freed by an eviction: their KV is being
+        loaded or has been, and they have not run since. Of those that have ended a step frees them, after the load.
+        """
+        others = [one for one in self.requests.values() if one.status is not RUNNING and one not in run]
+        return sum([self.held_blocks(one) for one in others])
 
     # Of `Pausing`.
 
