@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
@@ -47,8 +48,13 @@ type Client struct {
 	reconnect   time.Duration
 	retry       time.Duration
 
-	mutex sync.Mutex
-	at    int
+	closing context.Context // ends with Close
+	end     context.CancelFunc
+	close   sync.Once
+
+	mutex  sync.Mutex
+	at     int
+	unread map[*Stream][]string // ids of the requests to cancel if the client is closed
 }
 
 // New returns a client of gateways at host:port. When no server answers at one address, it continues at the next. It connects with
@@ -60,7 +66,9 @@ func New(addresses []string, options Options) (*Client, error) {
 	client := &Client{
 		reconnect: orDefault(options.Reconnect, 30*time.Second),
 		retry:     orDefault(options.Retry, 5*time.Second),
+		unread:    map[*Stream][]string{},
 	}
+	client.closing, client.end = context.WithCancel(context.Background())
 	for name, value := range options.Metadata {
 		client.metadata = append(client.metadata, name, value)
 	}
@@ -95,11 +103,21 @@ func dialOptions(config *tls.Config) []grpc.DialOption {
 	}
 }
 
-// Close ends all calls.
+// Close cancels the requests of open streams as Stream.Close does, and ends all calls, with codes.Canceled. Idempotent.
 func (c *Client) Close() {
-	for _, connection := range c.connections {
-		connection.Close()
-	}
+	c.close.Do(func() {
+		c.end()
+		var ids []string
+		c.mutex.Lock()
+		for _, each := range c.unread {
+			ids = append(ids, each...)
+		}
+		c.mutex.Unlock()
+		c.cancelUnread(ids)
+		for _, connection := range c.connections {
+			connection.Close()
+		}
+	})
 }
 
 // Generate returns the whole answer: output 0, and the others in More.
@@ -133,12 +151,8 @@ func (c *Client) Resume(ctx context.Context, requestID string, cursor *pb.Cursor
 }
 
 // Cancel ends a request. It returns false if the request had already ended.
-func (c *Client) Cancel(ctx context.Context, requestID string) (bool, error) {
-	return c.cancel(ctx, c.patience(ctx), requestID)
-}
-
-func (c *Client) cancel(ctx context.Context, limit patience, requestID string) (cancelled bool, err error) {
-	err = c.call(ctx, limit, func(ctx context.Context, gateway pb.InferenceClient) error {
+func (c *Client) Cancel(ctx context.Context, requestID string) (cancelled bool, err error) {
+	err = c.call(ctx, func(ctx context.Context, gateway pb.InferenceClient) error {
 		response, err := gateway.Cancel(ctx, &pb.CancelRequest{RequestId: requestID})
 		cancelled = response.GetCancelled()
 		return err
@@ -148,7 +162,7 @@ func (c *Client) cancel(ctx context.Context, limit patience, requestID string) (
 
 // Explain returns why a request is where it is.
 func (c *Client) Explain(ctx context.Context, requestID string) (explanation *pb.Explanation, err error) {
-	err = c.call(ctx, c.patience(ctx), func(ctx context.Context, gateway pb.InferenceClient) error {
+	err = c.call(ctx, func(ctx context.Context, gateway pb.InferenceClient) error {
 		response, err := gateway.Explain(ctx, &pb.ExplainRequest{RequestId: requestID})
 		explanation = response.GetExplanation()
 		return err
@@ -158,7 +172,7 @@ func (c *Client) Explain(ctx context.Context, requestID string) (explanation *pb
 
 // Models returns the models that the gateway serves.
 func (c *Client) Models(ctx context.Context) (models []*pb.Model, err error) {
-	err = c.call(ctx, c.patience(ctx), func(ctx context.Context, gateway pb.InferenceClient) error {
+	err = c.call(ctx, func(ctx context.Context, gateway pb.InferenceClient) error {
 		response, err := gateway.ListModels(ctx, &pb.ListModelsRequest{})
 		models = response.GetModels()
 		return err
@@ -168,7 +182,7 @@ func (c *Client) Models(ctx context.Context) (models []*pb.Model, err error) {
 
 // Tokenize returns the token ids of a text or of chat messages.
 func (c *Client) Tokenize(ctx context.Context, request *pb.TokenizeRequest) (ids []uint32, err error) {
-	err = c.call(ctx, c.patience(ctx), func(ctx context.Context, gateway pb.InferenceClient) error {
+	err = c.call(ctx, func(ctx context.Context, gateway pb.InferenceClient) error {
 		response, err := gateway.Tokenize(ctx, request)
 		ids = response.GetTokenIds()
 		return err
@@ -178,7 +192,7 @@ func (c *Client) Tokenize(ctx context.Context, request *pb.TokenizeRequest) (ids
 
 // Detokenize returns the text of output tokens.
 func (c *Client) Detokenize(ctx context.Context, ids []uint32) (text string, err error) {
-	err = c.call(ctx, c.patience(ctx), func(ctx context.Context, gateway pb.InferenceClient) error {
+	err = c.call(ctx, func(ctx context.Context, gateway pb.InferenceClient) error {
 		response, err := gateway.Detokenize(ctx, &pb.DetokenizeRequest{TokenIds: ids})
 		text = response.GetText()
 		return err
@@ -187,15 +201,16 @@ func (c *Client) Detokenize(ctx context.Context, ids []uint32) (text string, err
 }
 
 // call makes a call that may be repeated.
-func (c *Client) call(ctx context.Context, limit patience, attempt func(context.Context, pb.InferenceClient) error) error {
+func (c *Client) call(ctx context.Context, attempt func(context.Context, pb.InferenceClient) error) error {
+	limit := c.patience(ctx)
 	for {
 		gateway, at := c.gateway()
 		failed := attempt(c.outgoing(ctx), gateway)
 		if failed == nil {
 			return nil
 		}
-		if ctx.Err() != nil {
-			return contextError(ctx.Err())
+		if err := c.ended(ctx); err != nil {
+			return err
 		}
 		if isLost(failed) {
 			c.leave(at)
@@ -204,10 +219,48 @@ func (c *Client) call(ctx context.Context, limit patience, attempt func(context.
 		if err != nil {
 			return err
 		}
-		if err := sleep(ctx, pause); err != nil {
+		if err := c.sleep(ctx, pause); err != nil {
 			return err
 		}
 	}
+}
+
+// ended returns the error of a call whose context has ended, or that Close has; nil if it may go on.
+func (c *Client) ended(ctx context.Context) error {
+	if ctx.Err() != nil {
+		return contextError(ctx.Err())
+	}
+	if c.closing.Err() != nil {
+		return &Error{Code: codes.Canceled, Message: "the client was closed"}
+	}
+	return nil
+}
+
+// note sets the requests to cancel if the client is closed while a stream is open.
+func (c *Client) note(stream *Stream, ids []string) {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	if len(ids) > 0 {
+		c.unread[stream] = ids
+	} else {
+		delete(c.unread, stream)
+	}
+}
+
+// cancelUnread cancels the requests of streams that were left. That this fails is no error of the caller.
+func (c *Client) cancelUnread(ids []string) {
+	ctx, end := context.WithTimeout(c.outgoing(context.Background()), leaving)
+	defer end()
+	gateway, _ := c.gateway()
+	var cancels sync.WaitGroup
+	for _, id := range ids {
+		cancels.Add(1)
+		go func(id string) {
+			defer cancels.Done()
+			_, _ = gateway.Cancel(ctx, &pb.CancelRequest{RequestId: id})
+		}(id)
+	}
+	cancels.Wait()
 }
 
 // patience returns the limit of a call that begins now.
@@ -236,16 +289,16 @@ func (c *Client) leave(at int) {
 	}
 }
 
-// sleep waits. It returns the context's error when the context ends.
-func sleep(ctx context.Context, pause time.Duration) error {
+// sleep waits. It returns an error when the context ends, or the client is closed.
+func (c *Client) sleep(ctx context.Context, pause time.Duration) error {
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
-		return nil
 	case <-ctx.Done():
-		return contextError(ctx.Err())
+	case <-c.closing.Done():
 	}
+	return c.ended(ctx)
 }
 
 func orDefault(duration, usual time.Duration) time.Duration {

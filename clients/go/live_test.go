@@ -154,6 +154,37 @@ func TestCalls(t *testing.T) {
 		equal(t, errors.Is(found.all(stream, false), context.Canceled), true)
 		equal(t, state(t, client, found.id).FinishReason, pb.FinishReason_FINISH_REASON_CANCELLED)
 	})
+	t.Run("closing the client ends its calls and cancels the requests of its streams", func(t *testing.T) {
+		closed, err := lapssd.New(addresses, lapssd.Options{})
+		equal(t, err, nil)
+		var ongoing, left read
+		reading, unread := closed.Stream(ctx, prompt("A long story", 2000)), closed.Stream(ctx, prompt("A story", 2000))
+		equal(t, ongoing.all(reading, true), nil)
+		equal(t, left.all(unread, true), nil)
+
+		go closed.Close()
+
+		equal(t, ongoing.all(reading, false).Error(), "Canceled: the client was closed")
+		closed.Close() // waits for the other one
+		_, err = unread.Recv()
+		equal(t, status.Code(err), codes.Canceled)
+		_, err = closed.Models(ctx)
+		equal(t, err.Error(), "Canceled: the client was closed")
+		for _, id := range []string{ongoing.id, left.id} {
+			equal(t, state(t, client, id).FinishReason, pb.FinishReason_FINISH_REASON_CANCELLED)
+		}
+	})
+	t.Run("closing the client ends a call that would be repeated", func(t *testing.T) {
+		nobody, err := lapssd.New([]string{"127.0.0.1:1"}, lapssd.Options{Retry: time.Hour})
+		equal(t, err, nil)
+		failed := make(chan error)
+		go func() {
+			_, err := nobody.Models(ctx)
+			failed <- err
+		}()
+		nobody.Close()
+		equal(t, status.Code(<-failed), codes.Canceled)
+	})
 	t.Run("unless somebody may come back for it", func(t *testing.T) {
 		var found read
 		request := prompt("A long story", 2000)

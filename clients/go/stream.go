@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io"
-	"sync"
 	"time"
 
 	pb "lapssd/lapssdv1"
@@ -54,14 +53,21 @@ func (s *Stream) attempt() *Event {
 	message, failed := s.receive()
 	if failed == nil {
 		event, err := s.progress.take(message, time.Now())
+		if err == nil && s.client.closing.Err() != nil {
+			err = s.client.ended(s.ctx) // the event may be the end that Close brought about
+		}
 		if err != nil {
 			s.finish(err)
+			return nil
+		}
+		if event != nil && event.Delta == nil {
+			s.client.note(s, s.progress.toCancel())
 		}
 		return event
 	}
 	s.hangUp()
-	if s.ctx.Err() != nil {
-		s.finish(contextError(s.ctx.Err()))
+	if err := s.client.ended(s.ctx); err != nil {
+		s.finish(err)
 		return nil
 	}
 	if isEnd(failed) {
@@ -72,7 +78,7 @@ func (s *Stream) attempt() *Event {
 	}
 	pause, err := s.progress.lost(failed, time.Now())
 	if err == nil {
-		err = sleep(s.ctx, pause)
+		err = s.client.sleep(s.ctx, pause)
 	}
 	if err != nil {
 		s.finish(err)
@@ -107,22 +113,13 @@ func (s *Stream) hangUp() {
 	s.call, s.end = nil, nil
 }
 
-// finish ends the stream with an error, and cancels the requests that no client can want. That this fails is no error of the caller.
+// finish ends the stream with an error, and cancels the requests that no client can want.
 func (s *Stream) finish(err error) {
 	s.err = err
 	s.hangUp()
 	if s.progress == nil {
 		return
 	}
-	ctx, end := context.WithTimeout(context.Background(), leaving)
-	defer end()
-	var cancels sync.WaitGroup
-	for _, id := range s.progress.toCancel() {
-		cancels.Add(1)
-		go func(id string) {
-			defer cancels.Done()
-			_, _ = s.client.cancel(ctx, patience{}, id)
-		}(id)
-	}
-	cancels.Wait()
+	s.client.note(s, nil)
+	s.client.cancelUnread(s.progress.toCancel())
 }
