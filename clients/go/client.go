@@ -9,6 +9,8 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
+	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -63,6 +65,14 @@ func New(addresses []string, options Options) (*Client, error) {
 	if len(addresses) == 0 {
 		return nil, errors.New("a client needs the address of a gateway")
 	}
+	for _, address := range addresses {
+		if err := checkAddress(address); err != nil {
+			return nil, err
+		}
+	}
+	if strings.IndexFunc(options.APIKey, func(each rune) bool { return each < ' ' || each > '~' }) >= 0 {
+		return nil, errors.New("an API key has printable ASCII characters only; this one has others, such as a line break at its end")
+	}
 	client := &Client{
 		reconnect: orDefault(options.Reconnect, 30*time.Second),
 		retry:     orDefault(options.Retry, 5*time.Second),
@@ -84,6 +94,23 @@ func New(addresses []string, options Options) (*Client, error) {
 		client.connections = append(client.connections, connection)
 	}
 	return client, nil
+}
+
+// checkAddress refuses a URL: gRPC would look for a host of that name.
+func checkAddress(address string) error {
+	scheme, rest, isURL := strings.Cut(address, "://")
+	if !isURL {
+		return nil
+	}
+	secure := ""
+	switch strings.ToLower(scheme) {
+	case "grpc", "http":
+	case "grpcs", "https":
+		secure = " with TLS: &tls.Config{}"
+	default:
+		return nil
+	}
+	return fmt.Errorf("the address of a gateway is host:port, such as %s%s, got %q", rest, secure, address)
 }
 
 func dialOptions(config *tls.Config) []grpc.DialOption {

@@ -2,8 +2,9 @@ package lapssd
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/binary"
 	"errors"
-	"math/rand"
 	"strings"
 	"time"
 
@@ -117,7 +118,9 @@ func nextPause(failed error, attempts int) time.Duration {
 	if pause > maxPause {
 		pause = maxPause
 	}
-	pause = time.Duration(float64(pause) * (0.5 + rand.Float64()/2))
+	var random [2]byte
+	_, _ = rand.Read(random[:]) // before Go 1.20 all processes draw the same numbers from math/rand
+	pause = pause/2 + pause/2*time.Duration(binary.BigEndian.Uint16(random[:]))/(1<<16)
 	if failed != nil {
 		if advice := errorOf(failed).RetryAfter; advice != nil && *advice > pause {
 			pause = *advice

@@ -2,6 +2,9 @@ package lapssd
 
 import (
 	"errors"
+	"fmt"
+	"os"
+	"os/exec"
 	"regexp"
 	"strings"
 	"testing"
@@ -155,6 +158,45 @@ func TestBeforeARequestIsAcceptedACallIsRepeatedForTheTimeOfRetryFromItsFirstLos
 	hurried := generation(t, &pb.GenerateRequest{}, 5*time.Second)
 	hurried.patience.deadline = after(25)
 	mustFail(t, hurried, unavailable, after(25), codes.Unavailable)
+}
+
+func TestTwoProcessesPauseForDifferentTimes(t *testing.T) {
+	if os.Getenv("LAPS_SD_TEST_PAUSES") != "" {
+		for attempt := 1; attempt < 5; attempt++ {
+			fmt.Println(nextPause(nil, attempt))
+		}
+		return
+	}
+	pauses := func() string {
+		process := exec.Command(os.Args[0], "-test.run=^"+t.Name()+"$")
+		process.Env = append(os.Environ(), "LAPS_SD_TEST_PAUSES=yes")
+		printed, err := process.Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(printed)
+	}
+	first, second := pauses(), pauses()
+	check(t, strings.Count(first, "ms\n") == 4 && first != second, "clients that were lost together do not all retry at once")
+}
+
+func TestAPauseIsHalfRandom(t *testing.T) {
+	for n := 0; n < 100; n++ {
+		pause := nextPause(nil, 20)
+		check(t, pause >= maxPause/2 && pause <= maxPause, "from half of the longest pause to all of it")
+	}
+}
+
+func TestAClientRefusesWhatGRPCWouldTakeForAHostAndAKeyThatNoHeaderCanHold(t *testing.T) {
+	for address, form := range map[string]string{
+		"http://host:50051": "such as host:50051, got",
+		"GRPCS://host:443":  "such as host:443 with TLS: &tls.Config{}, got",
+	} {
+		_, err := New([]string{"127.0.0.1:50051", address}, Options{})
+		check(t, err != nil && strings.Contains(err.Error(), form), "the error has the form to use: "+form)
+	}
+	_, err := New([]string{"127.0.0.1:50051"}, Options{APIKey: "laps-sd-secret\n"})
+	check(t, err != nil && strings.Contains(err.Error(), "line break") && !strings.Contains(err.Error(), "secret"), "the error does not have the key")
 }
 
 func TestTheTimeToReconnectBeginsWhenTheLossIsNoticed(t *testing.T) {
