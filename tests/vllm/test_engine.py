@@ -434,6 +434,22 @@ def test_a_request_that_joins_a_round_with_loaded_kv_is_reported_in_it(make: Mak
     assert made == pytest.approx(expected, abs=1e-3)
 
 
+@cpu_only
+def test_a_request_that_was_dropped_while_its_kv_was_loaded_can_come_again(make: Make) -> None:
+    """vLLM has the dropped one until the load is over."""
+    make()  # vLLM's own sampler needs the coupling in these tests
+    engine = make(chooser=TokenChooser.VLLM)
+    one = spec("a", sampling=Sampling())
+    engine.add(one)
+    engine.round(["a"])
+    let_it_wait(engine, "a")
+    engine._known["a"].request.status = RequestStatus.WAITING_FOR_REMOTE_KVS  # type: ignore[attr-defined]
+    engine.drop("a")
+    engine.add(one)
+
+    assert engine.round(["a"]).requests[0].tokens
+
+
 def let_it_wait(engine: Any, name: str) -> None:
     """Let a resident request wait with its KV, as after a load from host memory (`kv_offloading_size`)."""
     scheduler, request = engine._scheduler, engine._known[name].request

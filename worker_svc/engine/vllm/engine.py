@@ -200,10 +200,10 @@ class VllmEngine:
 
     def _new_name(self, request_id: str) -> str:
         """Return vLLM's id for a request. What a step in flight brings for a dropped request must not count
-        for one that is added again under the same id.
+        for one that is added again under the same id, and vLLM keeps a dropped one until its KV is loaded.
         """
-        if not self.capacity.lag:
-            return request_id
+        if self._rules.chooser is TokenChooser.REPLACED:
+            return request_id  # the coupling finds requests by it
         self._added += 1
         return f"{request_id}~{self._added}"
 
