@@ -211,11 +211,10 @@ class Cluster:
         them again.
         """
         outcome = self._outcome
-        share_s = report.total_s / len(report.progress)
         for progress in report.progress:
             rank = self.scheduler.rank_of(progress.request_id)
             if rank is not None:
-                outcome.level_s[rank.level] += share_s
+                outcome.level_s[rank.level] += report.total_s / len(report.progress)
                 outcome.level_requests[rank.level].add(progress.request_id)
 
     def _note_perceptible(self, report: RoundReported) -> None:

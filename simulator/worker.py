@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from laps_sd.contract.choose import (
@@ -32,7 +33,14 @@ from laps_sd.contract.choose import (
 from laps_sd.contract.prompt_blocks import BLOCK_TOKENS, numbers_of
 from laps_sd.contract.round_time import prefill_time_s
 from scheduler_svc.core.commands import AssignEntry
-from scheduler_svc.core.events import CacheChanged, Held, ResidencyChange, RoundReported, WorkerFacts
+from scheduler_svc.core.events import (
+    CacheChanged,
+    Held,
+    Progress,
+    ResidencyChange,
+    RoundReported,
+    WorkerFacts,
+)
 from simulator.held import HeldRequest
 from simulator.jobs import Job
 from simulator.machine import Machine
@@ -83,6 +91,8 @@ class VirtualWorker:
         """KV blocks in a block of a prompt."""
         self._private_blocks = 0
         """KV blocks that are not in the prefix cache."""
+        self._reported_blocks = facts.target_blocks
+        """Free KV blocks in its last report, or when it came up."""
         self._latched = False
         self._reserve_clock = NEW_CLOCK
 
@@ -135,12 +145,14 @@ class VirtualWorker:
         )
 
     def run_round(self) -> Round | None:
-        """Choose, make room, and run one round. Return None if no request can run."""
+        """Choose, make room, and run one round. If no request can run, return an empty report where a drop has
+        changed the free blocks since the last report, as a real worker sends it, otherwise None.
+        """
         choice = self._choose()
         changes, swapped = self._evict(choice.evict)
         self.ran = frozenset(choice.run)
         if not choice.run:
-            return None
+            return None if self.free_blocks == self._reported_blocks else Round(self._report((), ()), 0, 0)
         machine = self.machine
         progress = []
         context = prefilled = decoding = verified = 0
@@ -179,21 +191,33 @@ class VirtualWorker:
         total_s = decode_s + prefill_s + swap_s
         self.busy_s += total_s
         self.rounds += 1
-        report = RoundReported(
-            worker_id=self.facts.worker_id,
-            progress=tuple(progress),
-            residency=changes,
+        report = replace(
+            self._report(tuple(progress), changes),
             draft_s=machine.draft_s,
             verify_s=decode_s - machine.draft_s,
             prefill_s=prefill_s,
             swap_s=swap_s,
-            idle_s=0.0,
             total_s=total_s,
             limit_s=limit_s if any(self.held[request_id].missing for request_id in choice.run) else 0.0,
-            free_target_blocks=self.free_blocks,
-            free_draft_blocks=self.free_blocks if self.facts.draft_blocks else 0,
         )
         return Round(report, prefilled, swapped, self._cache_changes())
+
+    def _report(self, progress: tuple[Progress, ...], changes: tuple[ResidencyChange, ...]) -> RoundReported:
+        """Return a report that took no time."""
+        free = self._reported_blocks = self.free_blocks
+        return RoundReported(
+            worker_id=self.facts.worker_id,
+            progress=progress,
+            residency=changes,
+            draft_s=0.0,
+            verify_s=0.0,
+            prefill_s=0.0,
+            swap_s=0.0,
+            idle_s=0.0,
+            total_s=0.0,
+            free_target_blocks=free,
+            free_draft_blocks=free if self.facts.draft_blocks else 0,
+        )
 
     def _prefill_budget(self, run: Sequence[str]) -> tuple[int, float]:
         """Return the context tokens that the next round may compute, and the limit of its time that bounds them, or 0."""

@@ -273,6 +273,20 @@ def test_a_slower_worker_takes_that_many_times_as_long():
     assert latency_s([2.5]) == pytest.approx(2.5 * latency_s([]))
 
 
+@pytest.mark.parametrize("message_s", [0.0, 0.050])
+def test_a_worker_whose_last_request_has_moved_away_reports_that_its_blocks_are_free(message_s):
+    machine = Machine(slots=2, kv_tokens=1500, message_s=message_s)
+    jobs = chat(150, 0.8, 6, machine, workers=3)
+    cluster = Cluster(
+        jobs, machine, 3, lambda _, s: policy_named("laps-sd", s), check=True, slowness=[1, 1, 3]
+    )
+
+    cluster.run()
+
+    workers = cluster.scheduler.workers()
+    assert [worker.free_target_blocks for worker in workers] == [1500 // 16] * 3
+
+
 def test_a_job_that_fits_nowhere_is_an_error_and_not_a_hang():
     job = Job("r0", 0.0, 500, bytes([1]), 10)
 
