@@ -3,8 +3,12 @@ models have."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
+from transformers import GPT2Config
 
 from tests.worker.pairs import llama_config, write_model
 from worker_svc.engine.cache.kv import KV_TILE
@@ -113,3 +117,41 @@ def test_a_layout_is_chosen_that_keeps_rows_independent() -> None:
             least = store.least_rows
             assert torch.equal(product(x)[:least], product(x[:least]))
             assert torch.allclose(product(x), x @ weight.t(), atol=1e-3)
+
+
+def test_the_products_of_gpt2_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Its layers have Conv1D, transformers' own form of a product."""
+    config = GPT2Config(vocab_size=1024, n_positions=64, n_embd=768, n_layer=1, n_head=12)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = load_packed(
+            write_model(tmp_path, config, seed=0),
+            role="target",
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_length=64,
+            deterministic=True,
+            fused=True,
+        )
+        model.attach(model.new_pool(blocks=9 * 38, block_size=16, region_tokens=16))
+        alone = logits_in_steps(model, [[(0, 1)]], 0)
+        for many in (5, 6, 7, 9):
+            together = logits_in_steps(model, [[(i, 1) for i in reversed(range(many))]], 0)
+            assert not model.exact or torch.equal(together, alone), many
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_product_that_no_layout_was_chosen_for_counts_as_dependent() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, 16))
+
+    for deterministic in (False, True):
+        store = LinearStore(deterministic=deterministic)
+        store.apply(nn.Sequential(nn.Embedding(16, 16), nn.LayerNorm((2, 8)), nn.Linear(16, 16)))
+        assert store.independent
+        store.apply(nn.Sequential(Own()))
+        assert store.independent is not deterministic

@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.cpu.quantised import Quantised
@@ -140,6 +141,8 @@ class LinearStore:
                     setattr(parent, name, stored)
                     del child
                     return_memory()
+        if self._deterministic and any(map(_has_untested_product, model.modules())):
+            self.independent = False
 
     def _store_quantised(self, weight: Quantised, bias: torch.Tensor | None) -> nn.Module:
         """Return a layer of the kernels; of torch's operators, which are slow, if that is not sound."""
@@ -197,6 +200,28 @@ class LinearStore:
         ours, expected = layer(x).float(), linear(x, weight).float()
         tolerance = (1e-5 if weight.dtype == torch.float32 else 2e-2) * float(expected.abs().max() + 1e-6)
         return bool((ours - expected).abs().max() <= tolerance)
+
+
+def replace_conv1d(model: nn.Module) -> None:
+    """Make linear layers of GPT-2's Conv1D, which is the same product with the weight transposed."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Conv1D):
+                layer = nn.Linear(child.nx, child.nf, device="meta")
+                layer.weight = nn.Parameter(child.weight.detach().t().contiguous())
+                layer.bias = child.bias
+                setattr(parent, name, layer)
+                del child
+                return_memory()
+
+
+def _has_untested_product(module: nn.Module) -> bool:
+    """Return True if a module has a matrix that is in no layer of the store: embeddings are read, and norms
+    multiply number by number.
+    """
+    if isinstance(module, nn.Embedding) or type(module) is nn.Linear or "Norm" in type(module).__name__:
+        return False
+    return any(weight.dim() > 1 for weight in module.parameters(recurse=False))
 
 
 def rows_are_independent(

@@ -12,6 +12,7 @@ from laps_sd.service import tokenizer_match
 from worker_svc.engine.cpu import kernels
 from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
+from worker_svc.engine.models.linears import replace_conv1d
 from worker_svc.engine.models.model import PackedModel
 from worker_svc.engine.models.weights import read_model
 from worker_svc.engine.quantisation.checkpoint import is_quantised, load_quantised
@@ -60,6 +61,7 @@ def load_packed(
         raise ModelError(
             f"the {role} model in {directory} lacks weights or has them in another shape: {sorted(wrong)[0]}"
         )
+    replace_conv1d(model)
     quantise_model(model, quantization)
     without_kernels = kernels.why_not(device, dtype, kernels.GRAIN)
     if without_kernels and kinds_of(model):
