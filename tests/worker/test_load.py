@@ -136,9 +136,24 @@ def test_architectures_that_are_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or no C compiler")
 def test_a_model_that_reads_quantised_weights_itself_is_refused(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, REFUSED["own reading of weights"][0], seed=0)
+    # Experts so small that nearly all weights are those of linear layers.
+    config = transformers.HunYuanMoEV1Config(
+        **{**SMALL, "intermediate_size": 2}, head_dim=16, num_experts=2, moe_topk=1
+    )
+    directory = write_model(tmp_path, config, seed=0)
     with pytest.raises(ModelError, match="'Quantised' object has no attribute 'dtype'"):
         load_pair(directory, max_length=128, quantization="int8")
+
+
+@pytest.mark.skipif(not kernels.USABLE, reason="no AVX2, or no C compiler")
+@pytest.mark.parametrize("name", ["mixtral", "qwen2 moe"])
+def test_quantisation_that_leaves_most_of_a_model_out_is_refused(name: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path, WORKING[name], seed=0)
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj and others are no linear"
+    ) as caught:
+        load_pair(directory, max_length=128, quantization="int4")
+    assert str(caught.value).endswith("leave LAPS_SD_QUANTIZATION out, or use --engine vllm")
 
 
 def write_tokenizer(directory: Path, words: list[str]) -> None:

@@ -14,9 +14,10 @@ from worker_svc.engine.interface import ModelError
 from worker_svc.engine.models.errors import first_line
 from worker_svc.engine.models.linears import replace_conv1d
 from worker_svc.engine.models.model import PackedModel
+from worker_svc.engine.models.shape import INSTEAD
 from worker_svc.engine.models.weights import read_model
 from worker_svc.engine.quantisation.checkpoint import is_quantised, load_quantised
-from worker_svc.engine.quantisation.linear import Quantization, kinds_of, quantise_model
+from worker_svc.engine.quantisation.linear import Quantization, kinds_of, left_out, quantise_model
 
 
 def load_packed(
@@ -63,6 +64,11 @@ def load_packed(
         )
     replace_conv1d(model)
     quantise_model(model, quantization)
+    if quantization != "none" and (weight := left_out(model)) is not None:
+        raise ModelError(
+            f"the {role} model ({type(model).__name__}) cannot be quantised: {weight} and others are no linear "
+            f"layers of a width that groups divide; leave LAPS_SD_QUANTIZATION out, or {INSTEAD}"
+        )
     without_kernels = kernels.why_not(device, dtype, kernels.GRAIN)
     if without_kernels and kinds_of(model):
         raise ModelError(

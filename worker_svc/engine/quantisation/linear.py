@@ -15,6 +15,8 @@ GROUPS: Final = {8: 128, 4: 64}
 HEAD_BITS: Final = 8
 """Bits of the output layer, whatever the others have: 4 bits there move the distribution by a third of what
 all others do."""
+MOST_LEFT_OUT: Final = 0.1
+"""Share of a model's weights that may stay as they are: norms, biases, a router, layers without a group. Our choice."""
 VERSION: Final = "absmax-1"
 """Enters the fingerprint of quantised models: change it with `quantise`, GROUPS and HEAD_BITS."""
 
@@ -48,6 +50,20 @@ def quantise_model(model: Any, quantization: Quantization) -> None:
             group = group_of(child.in_features, GROUPS[own])
             if group:
                 setattr(parent, name, QuantisedLinear(quantise(child.weight, own, group), child.bias))
+
+
+def left_out(model: Any) -> str | None:
+    """Return the name of the largest weight that is not quantised; None if at most MOST_LEFT_OUT of all weights
+    are not. Embeddings do not count, since a forward reads single rows of them.
+    """
+    read = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    left: dict[str, int] = {
+        name: weight.numel() for name, weight in model.named_parameters() if id(weight) not in read
+    }
+    quantised = sum(layer.weight.numbers.numel() for layer in _layers(model))
+    if sum(left.values()) <= MOST_LEFT_OUT * (quantised + sum(left.values())):
+        return None
+    return max(left, key=left.__getitem__)
 
 
 def parameters_of(model: Any) -> int:
