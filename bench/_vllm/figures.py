@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,17 @@ def figures(latencies: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(rows: Sequence[Mapping[str, Any]], mode: str, of: str, figure: str) -> Interval | None:
-    """Return a mode's figure over that of another mode, paired; None with fewer than two pairs."""
+    """Return a mode's figure over that of another mode, paired by setting and seed; None with fewer than two seeds.
+
+    The settings of a seed count as one pair, the geometric mean of their ratios: smaller bursts of a seed are parts of its
+    larger ones.
+    """
     by_run = {(row["setting"], row["seed"], row["mode"]): row for row in rows}
-    pairs = [
-        (row[figure], theirs[figure])
-        for (setting, seed, name), row in by_run.items()
-        if name == mode and (theirs := by_run.get((setting, seed, of)))
-    ]
+    of_seed: dict[int, list[float]] = defaultdict(list)
+    for (setting, seed, name), row in by_run.items():
+        if name == mode and (theirs := by_run.get((setting, seed, of))):
+            of_seed[seed].append(row[figure] / theirs[figure])
+    pairs = [(statistics.geometric_mean(ratios), 1.0) for ratios in of_seed.values()]
     return ratio_interval(pairs) if len(pairs) > 1 else None
 
 

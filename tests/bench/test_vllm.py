@@ -159,6 +159,18 @@ def test_bursts_of_all_sizes_are_pooled_and_the_load_is_not():
     assert runs == {BURSTS: 4, "burst of 80": 2, "burst of 140": 2, "load 0.9": 2}
 
 
+def test_bursts_of_one_seed_are_one_pair():
+    """The smaller bursts of a seed are parts of its larger ones: they add no independent sample."""
+    rows = [
+        row(mode, seed, mean, setting=f"burst of {count}")
+        for count in (80, 140)
+        for seed, of_seed in ((1, 5.0), (2, 8.0))
+        for mode, mean in ((FCFS, 10.0), (NO_HINT, of_seed))
+    ]
+    assert ratio(rows, NO_HINT, FCFS, "mean") == ratio(rows[:4], NO_HINT, FCFS, "mean")
+    assert ratio([each for each in rows if each["seed"] == 1], NO_HINT, FCFS, "mean") is None
+
+
 def bursts(mode: str, mean: float, p99: float = 10.0) -> list[dict[str, Any]]:
     """Return two runs in which FCFS has a mean of 1 and vLLM's priority one of 0.4, with a p99 of 10."""
     return [
