@@ -14,6 +14,9 @@ it costs (devices held) against what it gives (latency):
   utilisation  share of the time in which ready workers compute
   fixed        a constant number of workers
 
+Windows are drawn at random and may overlap in time: the intervals take them for independent samples, so they are too narrow
+where fewer windows than there are do not overlap. The last line has that number.
+
 The default target is the one of `load` with the least product of devices and 99th percentile: beyond it, a share of devices
 saved costs a larger share of latency. The run fails when `load` needs more than 0.95 of the devices of the number of
 unfinished requests, or more than another signal of a live pool, for the same 99th percentile of latency.
@@ -53,7 +56,7 @@ from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
 from simulator.autoscaler import SIGNALS, Pods, Scaling
 from simulator.cluster import Cluster
-from simulator.draw import draw
+from simulator.draw import draw, window_s
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.workload import AcceptanceModel, Arrivals, Kind, Predictor, Workload
@@ -99,7 +102,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"run only the named signals ({', '.join(SIGNALS)}), with these targets; without load nothing is compared, and"
         " the run does not fail",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="windows of the trace (default 3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="windows of the trace, which may overlap (default 3)"
+    )
     parser.add_argument("--requests", type=int, default=1200, help="of each window (default 1200)")
     parser.add_argument(
         "--every", type=int, default=EVERY, help=f"one request of the trace in so many (default {EVERY})"
@@ -310,10 +315,22 @@ def chosen_target(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return None if best is None else best["target"]
 
 
+def disjoint(windows: Sequence[tuple[float, float]]) -> int:
+    """Return how many of these windows, from their first to their last second, can be chosen so that no two overlap."""
+    count, end_s = 0, -math.inf
+    for first_s, last_s in sorted(windows, key=lambda window: window[1]):
+        if first_s > end_s:
+            count, end_s = count + 1, last_s
+    return count
+
+
 def facts(options: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Return the facts of the run that the rows do not contain."""
     return {
         "trace": Path(workload.arrivals.file).name,
+        "disjoint_windows": disjoint(
+            [window_s(workload, MACHINE, seed, options.data) for seed in range(1, options.seeds + 1)]
+        ),
         "machine": dataclasses.asdict(MACHINE),
         "scaling": {
             key: value
@@ -350,13 +367,14 @@ def main(given: Sequence[str] | None = None) -> int:
 
         draw_autoscale(options.figure, rows)
     said, met = verdict(runs, compared)
+    head = about("autoscale", given) | facts(options, workload) | {"chosen_target": chosen_target(rows)}
     minutes = (time.monotonic() - began_s) / 60
     return finish(
         rows + compared,
-        about=about("autoscale", given) | facts(options, workload) | {"chosen_target": chosen_target(rows)},
+        about=head,
         json_file=options.json,
         summary=f"devices for equal p99: {said}; target {chosen_target(rows)}; {options.seeds} windows, "
-        f"{minutes:.1f} minutes",
+        f"{head['disjoint_windows']} without overlap; {minutes:.1f} minutes",
         met=met,
     )
 

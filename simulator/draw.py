@@ -41,6 +41,13 @@ def draw(
     return jobs, drawing.history()
 
 
+def window_s(workload: Workload, machine: Machine, seed: int, data: Path | None) -> tuple[float, float]:
+    """Return when the first and the last of the jobs of a seed arrive in the recorded trace."""
+    drawing = _Draw(workload, machine, 1, seed, data)
+    drawing.jobs()
+    return drawing.traced[0].arrival_s, drawing.traced[-1].arrival_s
+
+
 class _Draw:
     def __init__(
         self, workload: Workload, machine: Machine, workers: float, seed: int, data: Path | None
@@ -53,6 +60,8 @@ class _Draw:
         self._others = random.Random(-seed)  # so that all predictors see the same jobs
         self._decks: dict[Lengths, list[RecordedAnswer]] = {}
         """Answers that are left to be drawn."""
+        self.traced: list[TracedRequest] = []
+        """The requests of the trace from which the jobs were drawn."""
 
     def jobs(self) -> list[Job]:
         workload, rng = self.workload, self.random
@@ -63,7 +72,7 @@ class _Draw:
             if workload.arrivals.every > 1:
                 rows = rows[rng.randrange(workload.arrivals.every) :: workload.arrivals.every]
             first = rng.randrange(max(1, len(rows) - workload.requests))
-            traced = rows[first : first + workload.requests]
+            self.traced = traced = rows[first : first + workload.requests]
             kinds = kinds[: len(traced)]
         drawn = [
             self._job(f"r{number:06d}", kind, None if traced is None else traced[number])

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.autoscale import GOALS, OURS, chosen_target, comparisons, devices_for, frontier, main, verdict
+from bench.autoscale import (
+    GOALS,
+    OURS,
+    chosen_target,
+    comparisons,
+    devices_for,
+    disjoint,
+    frontier,
+    main,
+    verdict,
+)
 from scheduler_svc.core.policies import policy_named
 from scheduler_svc.core.settings import CoreSettings
 from scheduler_svc.rpc.autoscaling import DEFAULT_TARGET_LOAD, DEFAULT_TARGET_S
@@ -219,6 +229,11 @@ def test_signals_with_latencies_in_common_are_judged_by_the_goals():
     assert verdict(without, comparisons(without)) == ("nothing to compare", True)
 
 
+def test_windows_that_overlap_are_counted_once():
+    assert disjoint([(0.0, 20.0), (15.0, 35.0), (25.0, 45.0), (30.0, 50.0)]) == 2
+    assert disjoint([(0.0, 50.0), (0.0, 10.0), (20.0, 30.0), (40.0, 50.0)]) == 3
+
+
 def test_the_benchmark_says_what_each_signal_costs_and_gives(tmp_path, capsys):
     trace = tmp_path / "trace.csv.gz"
     lines = [f"{number * 0.9:.3f},200,{30 + number % 50}" for number in range(120)]
@@ -244,8 +259,11 @@ def test_the_benchmark_says_what_each_signal_costs_and_gives(tmp_path, capsys):
         ]
     )
 
-    assert code == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "2 windows, 1 without overlap" in said, "each has half of the trace or more"
     found = json.loads(out.read_text())
+    assert found["about"]["disjoint_windows"] == 1
     points = [row for row in found["rows"] if row["kind"] == "point"]
     assert [(row["config"], row["target"]) for row in points] == [
         ("backlog", 1.0), ("backlog", 4.0), ("fixed", 1.0), ("fixed", 2.0),
