@@ -9,7 +9,7 @@ from typing import Any
 
 from laps_sd.errors import StartupError
 from laps_sd.service.adapters import adapter_directories, adapter_names
-from laps_sd.service.cores import usable_cores
+from laps_sd.service.cores import MOST_THREADS, usable_cores
 from laps_sd.service.hub import local_model
 from laps_sd.service.log import get_logger
 from laps_sd.service.model_dir import LONGEST_DEFAULT_TOKENS, context_tokens, stored_dtype
@@ -117,7 +117,7 @@ def _load_options(
 def _threads(settings: WorkerSettings) -> tuple[int, tuple[int, ...]]:
     """Return the number of threads, and a CPU for each if they are to be pinned. Raises StartupError."""
     usable = usable_cores()
-    threads = settings.threads or (1 if settings.engine == "vllm" else usable.threads)
+    threads = settings.threads or (1 if settings.engine == "vllm" else min(usable.threads, MOST_THREADS))
     if excess := usable.excess(threads):
         raise StartupError(f"LAPS_SD_THREADS {excess}.")
     return threads, usable.cpus[:threads] if settings.pin_threads else ()

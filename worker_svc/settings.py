@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from laps_sd.service.adapters import adapter_problems
 from laps_sd.service.config import field
+from laps_sd.service.cores import MOST_THREADS
 from laps_sd.service.leader_link import HEARTBEAT_S, LEAST_SILENCE_S
 from laps_sd.service.serving_settings import ServingSettings
 from laps_sd.service.wire import LinkSettings
@@ -101,9 +102,9 @@ class WorkerSettings(ServingSettings, LinkSettings):
         None,
         help="Threads that compute a round on the CPU, at most the CPUs that the process may use; with the kernels in C "
         "the text does not depend on them. None: one for each core that it may use, which `laps-sd up` divides by its "
-        "workers; with vLLM 1",
+        "workers, and 256 at most; with vLLM 1",
         minimum=1,
-        maximum=256,
+        maximum=MOST_THREADS,
     )
     pin_threads: bool = field(
         False,

@@ -19,7 +19,7 @@ from laps_sd.cli.failures import with_next_step
 from laps_sd.cli.up_output import line_printer, print_logs, print_plain, print_usage, progress_reporter
 from laps_sd.errors import LapsSdError, StartupError
 from laps_sd.service.config import PREFIX, unknown_sentences
-from laps_sd.service.cores import usable_cores
+from laps_sd.service.cores import MOST_THREADS, usable_cores
 from laps_sd.service.log import Outlet
 from laps_sd.service.model_dir import served_name
 from laps_sd.stack.local import LocalStack
@@ -149,6 +149,7 @@ def up(
         int | None,
         typer.Option(
             min=1,
+            max=MOST_THREADS,
             envvar="LAPS_SD_THREADS",
             help="CPU threads of each worker (default: the cores of this machine divided by the workers).",
             show_default=False,
@@ -370,7 +371,8 @@ def threads_of_each(wanted: int | None, engine: str, workers: int) -> tuple[int,
     """
     usable = usable_cores()
     if wanted is None:
-        return 1 if engine == "vllm" else max(1, usable.threads // max(1, workers)), ""
+        each = usable.threads // max(1, workers)
+        return 1 if engine == "vllm" else min(max(1, each), MOST_THREADS), ""
     if excess := usable.excess(wanted):
         raise StartupError(f"--threads {excess}.")
     if wanted > 1 and wanted * workers > usable.most_threads:

@@ -7,7 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cores", "usable_cores"]
+__all__ = ["MOST_THREADS", "Cores", "usable_cores"]
+
+MOST_THREADS = 256
+"""Threads of a worker's kernels, at most; of threads.h."""
 
 
 @dataclass(frozen=True, slots=True)

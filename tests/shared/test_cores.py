@@ -82,6 +82,15 @@ def test_the_workers_of_a_machine_divide_its_cores(
     assert up.threads_of_each(None, engine, workers) == (threads, "")
 
 
+@pytest.mark.parametrize(("workers", "threads"), [(1, 256), (2, 192)])
+def test_no_worker_gets_more_threads_than_it_can_use(
+    monkeypatch: pytest.MonkeyPatch, workers: int, threads: int
+) -> None:
+    monkeypatch.setattr(up, "usable_cores", lambda: with_cores(768, 384))
+
+    assert up.threads_of_each(None, "auto", workers) == (threads, "")
+
+
 def test_more_threads_than_cpus_are_refused_and_all_workers_together_are_warned_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from laps_sd.service.cores import MOST_THREADS
 from tests.helpers import wait_until
 from tests.worker.drive import finish_all, rotate
 from tests.worker.pairs import bfloat16_by_kernels, load_pair
@@ -258,7 +259,7 @@ def test_threads_share_the_work_and_sleep_when_there_is_none() -> None:
     assert in_a_fork(shares_and_sleeps) == 0
 
 
-@pytest.mark.parametrize("threads", [0, -1, kernels.MOST_THREADS + 1])
+@pytest.mark.parametrize("threads", [0, -1, MOST_THREADS + 1])
 def test_no_number_of_threads_that_makes_no_sense_is_taken(threads: int) -> None:
     with pytest.raises(ValueError, match="threads"):
         kernels.use_threads(threads)

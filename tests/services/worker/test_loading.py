@@ -186,6 +186,16 @@ def test_a_worker_computes_with_as_many_threads_as_it_has_cores_and_says_so(
     assert torch.get_num_threads() == 1, "all is computed by the kernels"
 
 
+@pytest.mark.parametrize("pin_threads", [False, True])
+def test_a_machine_may_have_more_cores_than_a_worker_uses(
+    monkeypatch: pytest.MonkeyPatch, pin_threads: bool
+) -> None:
+    monkeypatch.setattr(loading, "usable_cores", lambda: Cores(tuple(range(768)), 384, 768.0))
+    settings = load_settings(WorkerSettings, {"pin_threads": pin_threads}, environ={})
+    kernels.use_threads(*loading._threads(settings))
+    kernels.use_threads(1)
+
+
 @pytest.mark.parametrize("engine", ["demo", "vllm"])
 def test_more_threads_than_cpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, loaded: list[VllmOptions], engine: str

@@ -33,7 +33,6 @@ USABLE = KIND > 0
 GRAIN = 16  # sizes of heads and of norms are multiples of it
 MOST_HEAD_SIZE = 256
 PAIR = 2  # numbers in bfloat16 that are multiplied together
-MOST_THREADS = 256
 PIECE_NUMBERS = 5  # of a piece in kernels.h
 ALIGNED = 64  # bytes, of a cache line: weights that begin elsewhere are slower to read
 RELAID_TOGETHER = 64  # panels, of which a copy is made
@@ -68,7 +67,7 @@ def multiply(weight: torch.Tensor) -> bool:
 
 
 def use_threads(threads: int, cores: Sequence[int] = ()) -> None:
-    """Compute with this number of threads from now on, 1 to MOST_THREADS, the caller's among them.
+    """Compute with this number of threads from now on, 1 to `cores.MOST_THREADS`, the caller's among them.
 
     `cores`: one for each thread, which those after the caller's then stay on; empty: any. Bits are the same
     for any number of threads. Threads that have started already stay where they are.
