@@ -276,8 +276,8 @@ def test_a_round_that_waits_for_a_load_evicts_nothing() -> None:
 def test_the_runner_serves_with_little_kv_and_changing_ranks(
     blocks: int, slots: int, load_steps: int, seed: int, lengths: Sequence[int]
 ) -> None:
-    """`load_steps`: KV is also in host memory. Then vLLM frees blocks of a round in flight after it, and a request has
-    blocks before it runs.
+    """`load_steps`: KV is also in host memory. Then vLLM frees blocks of a round in flight after it, and a
+    request has blocks before it runs.
     """
     rng = random.Random(seed)
     desk = Desk(overlapped_engine(slots=slots, residents=4, blocks=blocks, seed=seed, load_steps=load_steps))

@@ -199,8 +199,8 @@ def overlapped_engine(
     load_steps: int = 0,
     **more: Any,
 ) -> VllmEngine:
-    """Return the engine over such a core. `load_steps`: evicted KV is in host memory, as with `kv_offloading_size`, and
-    comes back during so many steps.
+    """Return the engine over such a core. `load_steps`: evicted KV is in host memory, as with
+    `kv_offloading_size`, and comes back during so many steps.
     """
     core = VirtualCore(
         slots=slots, residents=residents, blocks=blocks, seed=seed, budget=budget, block_size=block_size

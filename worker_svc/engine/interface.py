@@ -17,8 +17,8 @@ Contract with the caller, in order:
    its KV. One that waits with KV which was loaded from elsewhere may run as well; the result then has it.
 3. Before a round the caller makes sure that blocks suffice: `blocks_needed(tokens, growth, block_size)` in
    both pools for each request in `run`, growth being `Capacity.growth`; `SequenceStatus.shared` has those that
-   count once. If they do not, `round` raises `OutOfBlocks` and nothing has changed; or it leaves out the last of
-   `run` where no eviction frees what is missing, since KV is being loaded into it from elsewhere.
+   count once. If they do not, `round` raises `OutOfBlocks` and nothing has changed; or it leaves out the last
+   of `run` where no eviction frees what is missing, since KV is being loaded into it from elsewhere.
 4. A request that finished stays known (its KV is freed at once) until `drop`.
 5. One thread calls an engine. No method blocks on anything but arithmetic.
 6. An engine may keep KV that no request needs any more (prefix cache), and use it for a request with the same

@@ -244,8 +244,8 @@ class VllmEngine:
         return frozenset(self._known)
 
     def check(self) -> None:
-        """Assert that blocks are free, are freed after a step in flight, or are held by requests; a shared one counts
-        once.
+        """Assert that blocks are free, are freed after a step in flight, or are held by requests; a shared one
+        counts once.
         """
         scheduler = self._scheduler
         groups = [blocks for _, blocks in scheduler.deferred_frees]
@@ -352,7 +352,8 @@ class VllmEngine:
         return times.prefill_share(over.plain, chunks)
 
     def _fitting(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return those of these requests that the next step has blocks for. The others wait for steps that free some.
+        """Return those of these requests that the next step has blocks for. The others wait for steps that free
+        some.
 
         Raises OutOfBlocks if these are too few: vLLM would preempt a request of the step.
         """

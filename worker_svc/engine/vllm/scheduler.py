@@ -93,8 +93,8 @@ class Rounds(Pausing):
         ]
 
     def freed_by_steps(self, run: Sequence[Request]) -> int:
-        """Return the blocks that requests besides these hold and that cannot be freed by an eviction: their KV is being
-        loaded or has been, and they have not run since. Of those that have ended a step frees them, after the load.
+        """Return the blocks that requests besides these hold and that no eviction can free: their KV is being loaded
+        or has been, and they have not run since. A step frees those of ended requests, after the load.
         """
         others = [one for one in self.requests.values() if one.status is not RUNNING and one not in run]
         return sum([self.held_blocks(one) for one in others])
