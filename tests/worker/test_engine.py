@@ -18,6 +18,7 @@ from laps_sd.contract.ends import End
 from tests.worker.contract import EngineContract, Make, decode, spec
 from tests.worker.drive import finish_all, rotate
 from tests.worker.pairs import VOCAB, llama_config, load_pair, write_draft_of, write_model
+from worker_svc.engine.cache.kv import KVPool
 from worker_svc.engine.draft_lengths.chooser import DraftLengths
 from worker_svc.engine.engine import SpeculativeEngine
 from worker_svc.engine.interface import (
@@ -218,6 +219,24 @@ def test_a_request_whose_numbers_break_ends_alone(pair: tuple[Path, Path], devic
     assert output["bad"] == []
     assert {name: output[name] for name in "ab"} == expected
     assert all(pool._storage.isfinite().all() for pool in engine._pair.pools)
+
+
+@pytest.mark.usefixtures("by_kernels_and_by_torch")
+def test_a_request_whose_numbers_break_costs_few_passes_over_the_pools(
+    pair: tuple[Path, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass reads and writes all KV of the worker."""
+    engine = load_pair(*pair, device=device, slots=8, max_length=64, draft_len=2)
+    poisoned = VOCAB - 1
+    with torch.no_grad():
+        engine._pair.target.model.get_input_embeddings().weight[poisoned] = float("nan")
+    passes: list[KVPool] = []
+    clean = KVPool.zero_nonfinite
+    monkeypatch.setattr(KVPool, "zero_nonfinite", lambda pool: (passes.append(pool), clean(pool)))
+    healthy = [spec(f"r{n}", prompt_ids=(5, 6 + n)) for n in range(7)]
+    _, last, _ = finish_all(engine, [*healthy, spec("bad", prompt_ids=(4, poisoned, 3, 2))])
+    assert [name for name in last if last[name].finish is End.ERROR] == ["bad"]
+    assert max(map(passes.count, engine._pair.pools)) <= 2
 
 
 @pytest.mark.parametrize("drafter", [Drafter.MODEL, Drafter.LOOKUP])

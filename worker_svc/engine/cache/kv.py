@@ -193,9 +193,9 @@ class KVPool:
             self._storage[:, table.rows(self.device)[first:length]] = entries
         table.length = length
 
-    def is_finite(self, table: BlockTable) -> bool:
-        """Return True if all valid entries of a sequence are finite."""
-        return bool(self._storage[:, table.rows(self.device)[: table.length]].isfinite().all())
+    def is_finite(self, table: BlockTable, length: int) -> bool:
+        """Return True if the first `length` entries of a sequence are finite."""
+        return bool(self._storage[:, table.rows(self.device)[:length]].isfinite().all())
 
     def zero_nonfinite(self) -> None:
         """Zero all non-finite entries: no slice of any sequence may read them again."""

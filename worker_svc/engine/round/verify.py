@@ -84,24 +84,30 @@ class Verification:
         """Repeat a verification with non-finite logits, and find out which requests fail.
 
         One request's inf or nan reaches others through the masked part of a slice of the pool (0 * nan). So a
-        request fails if its own KV is not finite; then the pools are cleaned, and each other request is run
-        alone: it fails if its logits are still not finite, without draft tokens too.
+        request fails if its own KV is not finite; then the pools are cleaned, which reads all of them, and each
+        other request is run alone: it fails if its logits are still not finite, without draft tokens too.
         """
         target = self.pair.pools[0]
         sound: list[RoundRequest] = []
         for request in requests:
-            if request.fed and not target.is_finite(request.sequence.target):
+            if request.fed and not target.is_finite(request.sequence.target, request.sequence.target.length):
                 request.problem = NOT_FINITE
             elif request.fed:
                 sound.append(request)
+        self._clean_pools()
         for request in sound:
             # That of its prompt rows, which the KV of another request may have reached.
             if request.problem == NOT_FINITE:
                 request.problem = None
-            self._clean_pools()
-            if not self._forward([request], choices, ()) and not self._without_draft(request, choices):
+            if not self._run_alone(request, choices) and not self._without_draft(request, choices):
                 request.problem = NOT_FINITE
-        self._clean_pools()
+
+    def _run_alone(self, request: RoundRequest, choices: Choices) -> bool:
+        """Verify one request, and clean the pools if it wrote what is not finite. Returns as `_forward` does."""
+        finite = self._forward([request], choices, ())
+        if not self.pair.pools[0].is_finite(request.sequence.target, request.start + request.fed):
+            self._clean_pools()
+        return finite
 
     def _without_draft(self, request: RoundRequest, choices: Choices) -> bool:
         """Repeat the verification of a request without draft tokens, after which the logits may have broken: the
@@ -111,8 +117,7 @@ class Verification:
         request.draft_tokens, request.draft_len = [], 0
         if request.catch_up and request.sequence.draft is not None:
             request.sequence.draft.length = request.context
-        self._clean_pools()
-        return self._forward([request], choices, ())
+        return self._run_alone(request, choices)
 
     def _clean_pools(self) -> None:
         for pool in self.pair.pools:
