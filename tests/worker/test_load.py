@@ -378,6 +378,13 @@ def test_the_self_check_finds_a_model_that_ignores_its_pool(
         load_pair(pair[0], max_length=64, fused=False)
 
 
+def test_factors_of_positions_are_stored_once_for_all_heads(pair: tuple[Path, Path]) -> None:
+    engine = load_pair(pair[0], dtype="float16", max_length=512, draft_len=2)
+    fused = engine._pair.target._fused
+    assert fused is not None and not fused.by_kernels
+    assert fused._turns.nbytes <= 512 * 16 * 8  # positions, size of a head
+
+
 def test_experts_are_not_called_deterministic(tmp_path: Path) -> None:
     """The rows of an expert are one product, whose bits depend on their number, which depends on the batch."""
     directory = write_model(tmp_path, WORKING["mixtral"], seed=0)

@@ -226,7 +226,9 @@ class FusedLlama:
                 heads=heads, kv_heads=kv_heads, size=size, epsilon=epsilon, scale=scale,
             )  # fmt: skip
         else:
-            self._turns = _turns(cos, sin, turned=heads + kv_heads, still=kv_heads)
+            self._turns = _turns(cos, sin)
+            # of each head: 0 turns, 1 stands still
+            self._still = torch.tensor([0] * (heads + kv_heads) + [1] * kv_heads, device=device)
 
     def _take_head(self, model: Any, store: LinearStore, *, single: bool) -> Product:
         """Return the output layer. A large embedding of the same weight is read from there too."""
@@ -303,7 +305,8 @@ class FusedLlama:
             return self.decoder(ids, plan.pieces, pool.layers, wanted, copied)
         heads, size, total = self._heads, self._size, plan.total
         all_heads = heads + 2 * self._kv_heads
-        turns = self._turns.index_select(0, plan.positions)  # [total, all_heads, size / 2]
+        turns = self._turns.index_select(0, plan.positions)
+        turns = turns.index_select(1, self._still)  # [total, all_heads, size / 2]
         x = self._embedded(ids)
         own, first = total - plan.padding, plan.write_first
         for at, layer in enumerate(self._layers):
@@ -337,17 +340,15 @@ class FusedLlama:
         return self._rows.rows(ids)
 
 
-def _turns(cos: torch.Tensor, sin: torch.Tensor, *, turned: int, still: int) -> torch.Tensor:
-    """Return the factors [positions, turned + still, half] of all heads, from cosines and sines
+def _turns(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the factors [positions, 2, half] of queries and keys, and of values, from cosines and sines
     [positions, half].
 
     Values, which stand still, go through the same multiplication as keys, by one, so that both are written to
     the pool together.
     """
-    turns = torch.complex(cos, sin)[:, None]
-    return torch.cat(
-        [turns.expand(-1, turned, -1), torch.ones_like(turns).expand(-1, still, -1)], 1
-    ).contiguous()
+    turns = torch.complex(cos, sin)
+    return torch.stack([turns, torch.ones_like(turns)], 1)
 
 
 def _side_by_side(size: int) -> torch.Tensor:
