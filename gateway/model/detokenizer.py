@@ -49,6 +49,7 @@ class TokenDecoder:
         self._chunk_start = 0
         self._earlier_start = 0  # where the chunk before begins
         self._given = 0  # characters of decode(window) returned so far
+        self._fed_together = False  # whether the window may hold tokens that came together
         self._replaced = 0  # replacement characters before the window that were not returned
         self._cut_at = UNCUT_TOKENS  # a larger window is cut
 
@@ -59,10 +60,15 @@ class TokenDecoder:
         if not ids:
             return ""
         text = self._decode([*self._window, *ids])
-        if len(ids) > 1 and not self._joins and REPLACEMENT in text[self._given :]:
+        if not self._joins and REPLACEMENT in text[self._given :]:
             # A decoder in the manner of SentencePiece makes text of a run of byte tokens only if all of it is text: token
             # by token, characters before bytes that are none come out.
-            return "".join([self.feed([token]) for token in ids])
+            if self._fed_together:
+                self._feed_window_again()
+                text = self._decode([*self._window, *ids])
+            if len(ids) > 1:
+                return "".join([self.feed([token]) for token in ids])
+        self._fed_together = self._fed_together or len(ids) > 1
         self._window += ids
         settled = text.rstrip(REPLACEMENT)
         grown = settled[self._given :]
@@ -79,6 +85,14 @@ class TokenDecoder:
             self._cut(text)
         return grown
 
+    def _feed_window_again(self) -> None:
+        """Feed the tokens of the window one by one. Their text is known, and no bytes are left over from it."""
+        window, self._window = self._window, []
+        self._given = self._chunk_start = self._earlier_start = 0
+        self._fed_together = False
+        for token in window:
+            self.feed([token])
+
     def _slide(self) -> None:
         """Drop all but the newest chunk. If that chunk alone has no text to measure a difference against, since a
         decoder may strip a blank at the beginning, drop all but the newest two once the window is large."""
@@ -94,6 +108,7 @@ class TokenDecoder:
             del self._window[:start]
             self._given = len(text)
             self._chunk_start -= start
+            self._fed_together = self._fed_together and len(self._window) > 1
         self._earlier_start, self._chunk_start = self._chunk_start, len(self._window)
 
     def _cut(self, text: str) -> None:

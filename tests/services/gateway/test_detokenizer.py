@@ -305,6 +305,15 @@ class TestOtherDecoders:
         for piece in data.draw(st.sampled_from([pieces(ids, cut_at), [[token] for token in ids]])):
             assert decoder.feed(piece) == uncut.feed(piece)
 
+    def test_bytes_that_are_no_text_leave_characters_before_them_that_came_together(
+        self, tokenizer: Tokenizer
+    ) -> None:
+        ids = [self.VOCABULARY.index(f"<0x{byte:02X}>") for byte in "À".encode() * 9 + b"\x80"]
+        output = Detokenizer(lambda ids: str(tokenizer.decode(list(ids))))
+
+        assert output.feed(ids[:-1]) == "À" * 9
+        assert output.feed([ids[-1], self.VOCABULARY.index("▁hello")]) + output.finish() == "�� hello"
+
     @pytest.mark.parametrize("octets", [b"\x80", b"\x80" + b"a" * 999, b"\xe2\x82\xff", b"\xe2\x82\x82\xc3"])
     def test_of_bytes_that_are_no_text_little_is_decoded_again(
         self, tokenizer: Tokenizer, octets: bytes
