@@ -112,7 +112,7 @@ SpeculativePool (for `operator.enabled`) and never changes it; before an upgrade
 $ helm show crds CHART | kubectl apply --server-side --force-conflicts -f -
 ```
 
-docs/kubernetes.md of the project explains installation, sizes, upgrades, doors, network policies and alerts.
+docs/kubernetes.md of the project explains installation, sizes, upgrades, access from outside, network policies and alerts.
 
 ## Values
 
