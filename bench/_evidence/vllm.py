@@ -35,7 +35,7 @@ BOUNDS = (
 PROMPTS_REPEATED_UNTIL = "2026-11-27"
 PROMPTS_REPEATED = (
     "The servers went on learning, and in this run prompts came again: a quarter of those of the bursts, and all of those at load 0.9, which were those of the burst before. LAPS-SD knew their",
-    "lengths, and without hints its figures here are better than for new prompts; counted in steps, above, no prompt was served before. The benchmark sends none twice since.",
+    "lengths, so its figures without hints may be better here than for new prompts; counted in steps, above, no prompt was served before. The benchmark sends none twice since.",
 )
 
 
