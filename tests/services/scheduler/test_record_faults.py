@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import shutil
-import signal
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -823,12 +822,8 @@ async def read_only(server: EmbeddedServer, operator: redis_client.Redis) -> Asy
 
 @contextlib.asynccontextmanager
 async def slow(server: EmbeddedServer, operator: redis_client.Redis) -> AsyncIterator[None]:
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
+    with stopped(server):
         yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
 
 
 @contextlib.asynccontextmanager
