@@ -456,6 +456,16 @@ def accepts(grammar: str, text: str) -> bool:
     return all(matcher.consume_token(byte) for byte in text.encode()) and bool(matcher.is_accepting())
 
 
+async def stopping_at_a_marker(serve_template: Any, change: Any) -> tuple[Any, asyncio.Task[Any], Any]:
+    """Return a server whose markers are special tokens, a call with one of them as a stop string, and its submission."""
+    served = await serve_template("{{ messages[0].content }}{# [/THINK] #}", "[THINK]", "[/THINK]")
+    call = asyncio.create_task(
+        served.post("/v1/chat/completions", {"messages": [ASK], "stop": "[/THINK]"} | change)
+    )
+    _, submit = await submitted(served)
+    return served, call, submit
+
+
 class TestReasoning:
     async def test_is_not_content(self, serve_template: Any) -> None:
         served = await serve_template(QWEN + "{# </think> #}")
@@ -534,11 +544,7 @@ class TestReasoning:
         self, serve_template: Any, change: Any
     ) -> None:
         """Workers find stop strings in text, and a special token has none there."""
-        served = await serve_template("{{ messages[0].content }}{# [/THINK] #}", "[THINK]", "[/THINK]")
-        call = asyncio.create_task(
-            served.post("/v1/chat/completions", {"messages": [ASK], "stop": "[/THINK]"} | change)
-        )
-        _, submit = await submitted(served)
+        served, call, submit = await stopping_at_a_marker(serve_template, change)
         await served.finished("[THINK]hello[/THINK]")
         (choice,) = (await call)[2]["choices"]
 
@@ -556,11 +562,7 @@ class TestReasoning:
     async def test_ends_no_output_with_a_marker_where_a_worker_sees_it_or_another_rule_holds(
         self, serve_template: Any, change: Any
     ) -> None:
-        served = await serve_template("{{ messages[0].content }}{# [/THINK] #}", "[THINK]", "[/THINK]")
-        call = asyncio.create_task(
-            served.post("/v1/chat/completions", {"messages": [ASK], "stop": "[/THINK]"} | change)
-        )
-        _, submit = await submitted(served)
+        served, call, submit = await stopping_at_a_marker(serve_template, change)
         await served.finished("x")
         await call
 
